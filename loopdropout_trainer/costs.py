@@ -31,12 +31,8 @@ PEAK_FLOPS = {
 MEASURED_SHARE, ASSUMED_SHARE = 0.07, 0.3
 """Shares of a card's peak: of the paper's run on an H100, the only measured one, and one that nobody has measured."""
 
-NOT_COMPUTED = "not computed"
-"""Begin of the line about the time if there are no hours."""
-
 SHORT_TRAINING = (
-    f"{NOT_COMPUTED}. `loopdropout {{}}` with `--max_steps 20 --output_dir outputs/try` measures it (`step_seconds` in "
-    "results.jsonl)"
+    "`loopdropout {}` with `--max_steps 20 --output_dir outputs/try` measures it (`step_seconds` in results.jsonl)"
 )
 """Way to measure the time of a command's training if it cannot be computed. `loopdropout sweep` has no `max_steps`."""
 
@@ -53,6 +49,8 @@ class Training(NamedTuple):
         model: Base model.
         config: Content of the base model's config.json, or an empty mapping.
         rank: Rank of the adapter, or None if it is not known.
+        num_tokens: Counted tokens of the training, or None before the data are loaded and if they are not counted.
+        num_rows: Number of rows of the training, or None before the data are loaded.
     """
 
     args: GateConfig
@@ -60,6 +58,8 @@ class Training(NamedTuple):
     model: ModelArguments
     config: Mapping[str, Any]
     rank: int | None
+    num_tokens: int | None = None
+    num_rows: int | None = None
 
     @property
     def depth(self) -> int | None:
@@ -140,66 +140,93 @@ def bound_tokens(training: Training) -> int | None:
     return math.ceil(args.num_train_epochs * num_examples) * max_length
 
 
-def describe_costs(
-    trainings: Sequence[tuple[Training, int]],
-    whose: str = "",
-    num_tokens: int | None = None,
-    num_rows: int | None = None,
-) -> dict[str, str]:
+def name_trainings(number: int) -> str:
+    """Return the end of the line about the tokens of a job with several trainings."""
+    return "" if number == 1 else f" in {number} trainings"
+
+
+def describe_costs(trainings: Sequence[tuple[Training, int]], whose: str = "") -> dict[str, str]:
     """Return the lines of a plan about the costs of trainings by their titles.
+
+    The tokens are the counted ones of each training, or their upper bound before its data are loaded.
 
     Args:
         trainings: Kinds of trainings, and the number of trainings of each kind.
-        whose: End of the line about tokens, such as " in all trainings".
-        num_tokens: Counted tokens of each training. Default: the upper bound that is known before the data are loaded.
-        num_rows: Number of rows of each training if its data are loaded.
+        whose: End of the line about the tokens of all trainings, such as " in all trainings".
     """
     kinds = [training for training, _ in trainings]
-    if num_tokens is None:
-        numbers = [bound_tokens(training) for training in kinds]
-        tokens = _describe_bound(trainings, numbers, whose)
-    else:
-        numbers = [num_tokens] * len(kinds)
-        tokens = f"about {num_tokens:,}{whose}"
     return {
-        "tokens": tokens,
-        "time": _describe_time(trainings, numbers, "at most" if num_tokens is None else "about"),
+        "tokens": _describe_tokens(trainings, whose),
+        "time": _describe_time(trainings),
         "memory": _describe_memory(kinds),
-        "disk": _describe_disk(trainings, num_rows),
+        "disk": _describe_disk(trainings),
     }
 
 
-def _describe_bound(trainings: Sequence[tuple[Training, int]], bounds: Sequence[int | None], whose: str) -> str:
-    """Return the largest number of tokens of trainings, or "" if their tokens are not read once in an epoch."""
-    if None not in bounds:
-        total = sum(bound * number for bound, (_, number) in zip(bounds, trainings, strict=True))
-        return f"at most {total:,}{whose}, {AS_IF_LONG}"
-    if trainings[0][0].is_supervised:
-        return "known after the data are loaded"
-    return ""
+def _find_tokens(training: Training) -> int | None:
+    """Return the counted tokens of a training, or their upper bound, or None if both are not known."""
+    return bound_tokens(training) if training.num_tokens is None else training.num_tokens
 
 
-def _describe_time(trainings: Sequence[tuple[Training, int]], numbers: Sequence[int | None], how_exact: str) -> str:
-    """Return the computed hours of trainings on one GPU with the assumptions, or how to measure the time.
+def _are_counted(trainings: Sequence[tuple[Training, int]]) -> bool:
+    return all(training.num_tokens is not None for training, _ in trainings)
 
-    Args:
-        trainings: Kinds of trainings, and the number of trainings of each kind.
-        numbers: Number of tokens of a training of each kind.
-        how_exact: Whether these numbers are bounds, such as "at most".
-    """
+
+def _describe_tokens(trainings: Sequence[tuple[Training, int]], whose: str) -> str:
+    """Return the number of tokens of trainings, or "" if their tokens are not read once in an epoch."""
+    numbers = [_find_tokens(training) for training, _ in trainings]
+    if None in numbers:
+        return "known after the data are loaded" if trainings[0][0].is_supervised else ""
+    num_trainings = [number for _, number in trainings]
+    total = sum(number * times for number, times in zip(numbers, num_trainings, strict=True))
+    if not _are_counted(trainings):
+        return f"at most {total:,}{whose}, {AS_IF_LONG}{_name_counted(trainings)}"
+    if sum(num_trainings) == 1:
+        return f"about {total:,}"
+    each = name_range([f"{number:,}" for number in sorted(numbers)])
+    return f"about {each} in each training, {total:,}{whose}"
+
+
+def _name_counted(trainings: Sequence[tuple[Training, int]]) -> str:
+    """Return the remark about an upper bound if the examples of some of its trainings are counted."""
+    if all(training.num_tokens is None for training, _ in trainings):
+        return ""
+    return " where they are not counted"
+
+
+def find_obstacle(trainings: Sequence[Training]) -> str | None:
+    """Return why the hours of trainings are not computed, as the end of "not computed, because", or None if they are."""
+    if not trainings[0].is_supervised:
+        return f"a step of `{trainings[0].args.command}` has further forward passes"
+    if any(training.recipe.get("use_cpu") for training in trainings):
+        return "`use_cpu` is set"
+    if not all(training.may_use_gpu for training in trainings):
+        return "the training is not in bfloat16, as on a GPU"
+    if any(training.operations is None for training in trainings):
+        return "the sizes of the model are not known"
+    return None
+
+
+def _describe_time(trainings: Sequence[tuple[Training, int]]) -> str:
+    """Return the computed hours of trainings on one GPU with the assumptions, or how to measure the time."""
     kinds = [training for training, _ in trainings]
-    first = kinds[0]
+    first, obstacle = kinds[0], find_obstacle(kinds)
+    if obstacle is not None:
+        return f"not computed, because {obstacle}\n{SHORT_TRAINING.format(first.args.command)}"
     costs = [training.operations for training in kinds]  # of one token
-    are_on_gpu = all(training.may_use_gpu for training in kinds)
-    if None in costs or not first.is_supervised or not are_on_gpu:
-        return SHORT_TRAINING.format(first.args.command)
+    numbers = [_find_tokens(training) for training in kinds]
     if None in numbers:
         amount = f"{describe_hours(first, max(costs) * 1e7)} for each 10 million tokens"
     else:
-        operations = 0
-        for (training, num_trainings), num_tokens in zip(trainings, numbers, strict=True):
-            operations += training.operations * num_tokens * num_trainings
-        amount = f"{how_exact} {describe_hours(first, operations)}"
+        operations = [cost * number for cost, number in zip(costs, numbers, strict=True)]
+        num_trainings = [number for _, number in trainings]
+        total = sum(cost * times for cost, times in zip(operations, num_trainings, strict=True))
+        amount = f"at most {describe_hours(first, total)}"
+        if _are_counted(trainings):
+            amount = f"about {describe_hours(first, total)}"
+            of_one, of_all = _name_hours(first, max(operations)), _name_hours(first, total)
+            if of_one != of_all:
+                amount += f" ({of_one} for one training)"
     per_token = name_range([f"{cost / 1e9:.3g}" for cost in sorted(costs)])
     passes = name_range([str(number) for number in sorted(training.num_passes for training in kinds)])
     in_passes = "" if passes == "1" else f" in {passes} passes"
@@ -217,16 +244,19 @@ def name_range(numbers: Sequence[str]) -> str:
 
 
 def describe_hours(training: Training, operations: float) -> str:
-    """Return the range of the hours that one GPU takes for a number of operations, with the name of the card.
+    """Return the range of the hours that one GPU takes for a number of operations, with the name of the card."""
+    card, _ = _find_card(training.args)
+    return f"{_name_hours(training, operations)} of one {card}"
 
-    Less than three minutes are 0.1 hours.
-    """
-    card, peak = _find_card(training.args)
+
+def _name_hours(training: Training, operations: float) -> str:
+    """Return the range of the hours that one GPU takes for a number of operations. Less than three minutes are 0.1 hours."""
+    _, peak = _find_card(training.args)
     low = operations / (ASSUMED_SHARE * peak) / 3600
     high = operations / (MEASURED_SHARE * peak) / 3600
     if high < 0.05:
-        return f"0.1 hours of one {card}"
-    return f"{_hours_text(low)} to {_hours_text(high)} hours of one {card}"
+        return "0.1 hours"
+    return f"{_hours_text(low)} to {_hours_text(high)} hours"
 
 
 def _hours_text(hours: float) -> str:
@@ -245,14 +275,6 @@ def _find_card(args: GateConfig) -> tuple[str, float]:
             if part in name:
                 return part, peak
     return "H100", PEAK_FLOPS["H100"]
-
-
-def describe_tokens(training: Training, num_tokens: int) -> str:
-    """Return the tokens of a training whose data are loaded, and its hours if they can be computed."""
-    text = f"{num_tokens:,} tokens"
-    if training.may_use_gpu and training.is_supervised and training.operations:
-        text += f", so {describe_hours(training, training.operations * num_tokens)} by the same computation"
-    return text
 
 
 def _describe_memory(trainings: Sequence[Training]) -> str:
@@ -318,7 +340,7 @@ def estimate_training_memory(
     )
 
 
-def _describe_disk(trainings: Sequence[tuple[Training, int]], num_rows: int | None = None) -> str:
+def _describe_disk(trainings: Sequence[tuple[Training, int]]) -> str:
     """Return the size of the files of trainings, or "" if the number of trained parameters is not known.
 
     An adapter is saved in float32.
@@ -326,21 +348,21 @@ def _describe_disk(trainings: Sequence[tuple[Training, int]], num_rows: int | No
     if any(training.num_parameters is None for training, _ in trainings):
         return ""
     adapters = sum(4 * training.num_parameters * number for training, number in trainings)
-    parts = [f"{_name_size(adapters)} for adapters", _describe_checkpoints(trainings, num_rows)]
+    parts = [f"{_name_size(adapters)} for adapters", _describe_checkpoints(trainings)]
     merged = sum(_weights(training) * number for training, number in trainings if training.recipe.get("merge"))
     if merged:
         parts.append(f"{_name_size(merged)} for merged models")
     return f"about {', '.join(parts)}"
 
 
-def _describe_checkpoints(trainings: Sequence[tuple[Training, int]], num_rows: int | None = None) -> str:
+def _describe_checkpoints(trainings: Sequence[tuple[Training, int]]) -> str:
     """Return the size and the number of the checkpoints that trainings leave on the disk, and the field that limits them."""
     limits = {training.args.save_total_limit for training, _ in trainings}
     has_limit = limits != {None}
     field = "set `save_total_limit` to keep fewer"
     if has_limit:
         field = f"`save_total_limit: {', '.join(sorted(map(str, limits)))}`"
-    kept = [_count_checkpoints(training, num_rows) for training, _ in trainings]
+    kept = [_count_checkpoints(training) for training, _ in trainings]
     if None in kept:
         return f"{_describe_single_checkpoints(trainings)} ({field})"
     total_number, total_size = 0, 0
@@ -370,14 +392,9 @@ def _checkpoint_size(training: Training) -> int:
     return 12 * training.num_parameters
 
 
-def _count_checkpoints(training: Training, num_rows: int | None = None) -> int | None:
-    """Return the number of checkpoints that a training keeps, or None if it depends on a number that is not known.
-
-    Args:
-        training: The training.
-        num_rows: Number of its rows. Default: the recipe's number of examples.
-    """
-    args, num_examples = training.args, num_rows or training.recipe.get("num_train_examples")
+def _count_checkpoints(training: Training) -> int | None:
+    """Return the number of checkpoints that a training keeps, or None if it depends on a number that is not known."""
+    args, num_examples = training.args, training.num_rows or training.recipe.get("num_train_examples")
     strategy, limit = word_of(args.save_strategy), args.save_total_limit
     if strategy == "no":
         return 0

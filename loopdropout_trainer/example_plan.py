@@ -11,8 +11,8 @@ from loopdropout_trainer.costs import (
     count_epochs,
     count_steps,
     describe_costs,
-    describe_tokens,
     name_epochs,
+    name_trainings,
 )
 from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
 from loopdropout_trainer.data.sources import describe_other_share, differ_in_text
@@ -125,15 +125,19 @@ def describe_loaded(
         args: Settings of the first training.
         trainings: The trainings of the job.
     """
-    num_rows = count_rows(loaded, args)
-    each = " in each training" if len(trainings) > 1 else ""
-    num_tokens = count_tokens(loaded, num_rows, trainings[0])
-    costs = describe_costs([(training, 1) for training in trainings], each, num_tokens, num_rows)
+    counted = [add_counts(training, loaded) for training in trainings]
+    costs = describe_costs([(training, 1) for training in counted], name_trainings(len(counted)))
     return {
-        "examples": "\n".join(list_examples(loaded, num_rows, data, args)),
+        "examples": "\n".join(list_examples(loaded, counted[0].num_rows, data, args)),
         "left out": "\n".join(map(str, left_out)),
-        **{title: text for title, text in costs.items() if num_tokens is not None or title == "disk"},
+        **costs,
     }
+
+
+def add_counts(training: Training, loaded: LoadedExamples) -> Training:
+    """Return a training with the numbers of its rows and tokens, which are known after its examples are loaded."""
+    num_rows = count_rows(loaded, training.args)
+    return training._replace(num_rows=num_rows, num_tokens=count_tokens(loaded, num_rows, training))
 
 
 def count_tokens(loaded: LoadedExamples, num_rows: int, training: Training) -> int | None:
@@ -141,14 +145,6 @@ def count_tokens(loaded: LoadedExamples, num_rows: int, training: Training) -> i
     if loaded.lengths is None or not training.is_supervised:
         return None
     return round(count_epochs(training.args, num_rows) * loaded.lengths.sum())
-
-
-def count_loaded_tokens(loaded: LoadedExamples, num_rows: int, training: Training) -> str:
-    """Return about how many tokens and hours a training takes, or "" if its tokens were not counted."""
-    num_tokens = count_tokens(loaded, num_rows, training)
-    if num_tokens is None:
-        return ""
-    return f"about {describe_tokens(training, num_tokens)}"
 
 
 def count_rows(loaded: LoadedExamples, args: GateConfig) -> int:

@@ -14,6 +14,7 @@ from loopdropout_trainer.costs import (
     count_steps,
     describe_costs,
     name_epochs,
+    name_trainings,
 )
 from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.data.sources import describe_data
@@ -64,7 +65,7 @@ def describe_plan(
         "left out": "",
         "training": describe_settings(args, recipe.get("num_train_examples")),
         "device": describe_device(runs[0]),
-        **describe_costs([(training, 1) for training in trainings], _name_trainings(len(runs))),
+        **describe_costs([(training, 1) for training in trainings], name_trainings(len(runs))),
         "paper": describe_paper_costs([(training, 1) for training in trainings]),
         "samples": describe_samples(runs[0]),
         "afterwards": describe_steps_afterwards(runs[0]),
@@ -210,11 +211,6 @@ def describe_length(args: GateConfig, num_examples: int | None = None) -> str:
     if num_steps is None:
         return epochs
     return f"{epochs} (at most {count(num_steps, 'step')})"
-
-
-def _name_trainings(number: int) -> str:
-    """Return the end of the line about the tokens of several trainings."""
-    return "" if number == 1 else f" in {number} trainings"
 
 
 def describe_device(run: Run) -> str:

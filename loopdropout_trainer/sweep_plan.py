@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTArguments
-from loopdropout_trainer.costs import NOT_COMPUTED, Training, describe_costs
+from loopdropout_trainer.costs import Training, describe_costs, find_obstacle
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.evaluation_costs import HOW_TO_TIME, add_answers, count_answers
 from loopdropout_trainer.paper_costs import describe_paper_costs
@@ -26,7 +26,13 @@ from loopdropout_trainer.run_times import describe_left, describe_means, name_ti
 from loopdropout_trainer.sweep_code import ACCEPT, can_accept_other_results, describe_other_results
 from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
-from loopdropout_trainer.training_data import CONFIGS, NOT_CHECKED, describe_sweep_examples, load_sweep_examples
+from loopdropout_trainer.training_data import (
+    CONFIGS,
+    NOT_CHECKED,
+    count_sweep_examples,
+    describe_sweep_examples,
+    load_sweep_examples,
+)
 from loopdropout_trainer.workers import is_running
 
 
@@ -69,11 +75,13 @@ def describe_sweep_plan(sweep: Any) -> dict[str, str]:
     sizes = {method: _describe_size(sweep, training) for method, training in trainings.items()}
     example_lines = {}
     if sweep.script in CONFIGS:  # the examples of another script are not known
-        by_title = describe_sweep_examples(load_sweep_examples(sweep), trainings)
+        examples = load_sweep_examples(sweep)
+        trainings = count_sweep_examples(examples, trainings)
+        by_title = describe_sweep_examples(examples, trainings)
         example_lines = {title: _by_method(texts) for title, texts in by_title.items()}
     costs = _describe_costs(sweep, trainings)
     measured = _describe_measured_time(sweep)
-    if measured and costs["time"].startswith(NOT_COMPUTED):  # the line about it says how to measure the time
+    if measured and find_obstacle([*trainings.values()]) is not None:  # the line would say how to measure the time
         costs["time"] = ""
     num_ended, total = sweep.count()
     return {

@@ -21,7 +21,7 @@ from loopdropout_trainer.data import (
 from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.errors import UserError, is_unreachable
-from loopdropout_trainer.example_plan import count_loaded_tokens, count_rows, list_examples
+from loopdropout_trainer.example_plan import add_counts, list_examples
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.recipe import build_part
 from loopdropout_trainer.training.config import (
@@ -165,19 +165,32 @@ NOT_CHECKED = "not checked, because the Hub cannot be reached"
 """Line about the examples of a sweep's method in its plan, instead of their number."""
 
 
+def count_sweep_examples(
+    examples: Mapping[str, SweepExamples], trainings: Mapping[str, Training]
+) -> dict[str, Training]:
+    """Return the training of each method of a sweep, with its numbers of rows and tokens if its examples are loaded."""
+    counted = dict(trainings)
+    for method, own in examples.items():
+        counted[method] = add_counts(trainings[method], own.loaded)
+    return counted
+
+
 def describe_sweep_examples(
     examples: Mapping[str, SweepExamples], trainings: Mapping[str, Training]
 ) -> dict[str, dict[str, str]]:
-    """Return the lines of a sweep's plan about the examples, the counted tokens, and what is left out, by title and method."""
-    lines: dict[str, dict[str, str]] = {"examples": {}, "counted": {}, "left out": {}}
+    """Return the lines of a sweep's plan about the examples and what is left out, by title and method.
+
+    Args:
+        examples: From `load_sweep_examples`.
+        trainings: From `count_sweep_examples`.
+    """
+    lines: dict[str, dict[str, str]] = {"examples": {}, "left out": {}}
     for method, training in trainings.items():
         if method not in examples:
             lines["examples"][method] = NOT_CHECKED
             continue
         own = examples[method]
-        num_rows = count_rows(own.loaded, training.args)
-        lines["examples"][method] = "\n".join(list_examples(own.loaded, num_rows, own.data, training.args))
-        counted = count_loaded_tokens(own.loaded, num_rows, training)
-        lines["counted"][method] = f"in each training {counted}" if counted else ""
+        texts = list_examples(own.loaded, training.num_rows, own.data, training.args)
+        lines["examples"][method] = "\n".join(texts)
         lines["left out"][method] = "\n".join(map(str, own.left_out))
     return lines

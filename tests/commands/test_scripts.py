@@ -179,10 +179,11 @@ def test_plan_counts_parameters_and_estimates_memory_for_gpus_only(quickstart, t
 
 def test_plan_counts_the_tokens_of_the_loaded_data(quickstart):
     folder, text = quickstart
-    (number,) = re.findall(r"^tokens      about ([\d,]+) in each training$", text, re.MULTILINE)
+    (number,) = re.findall(r"^tokens      about ([\d,]+) in each training, [\d,]+ in 2 trainings$", text, re.MULTILINE)
     rows = [row for row in read_results(folder) if row["metric"] == "num_tokens"]
     assert {row["value"] for row in rows} == {float(number.replace(",", ""))}
-    assert "time        not computed. `loopdropout sft` with `--max_steps 20" in text and "`step_seconds`" in text
+    way = "`loopdropout sft` with `--max_steps 20 --output_dir outputs/try` measures it (`step_seconds` in results.jsonl)"
+    assert f"time        not computed, because `use_cpu` is set\n            {way}\n" in text
 
 
 @pytest.mark.parametrize("model", ["tiny-ouro", "huginn", "loopus", "hrm_text"])

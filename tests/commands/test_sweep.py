@@ -268,14 +268,24 @@ def test_sweep_itself_says_if_it_is_finished(lab, capsys):
     assert describe_progress(other) == ""
 
 
-def test_plan_bounds_the_tokens_that_are_known(lab, capsys):
+def test_plan_bounds_the_tokens_that_are_not_counted(lab, capsys, monkeypatch):
     """A launcher's processes and the learning rates of an extended grid are not known before."""
     lab.sweep(extend_grid=True)
     sweep.main([lab.file, "--dry_run", "true", "--launcher", "accelerate launch"])
     printed = capsys.readouterr().out
     assert "1 step, 8 examples per step and process\n" in printed
-    text = "at most 32,768 in these trainings, without those of further learning rates, for each process, as if each"
-    assert text in printed
+    text = (
+        "508 in each training, 2,032 in these trainings, without those of further learning rates, for each process\n"
+    )
+    assert f"tokens          about {text}" in printed
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    lab.sweep(methods=[{"lora": "lora", "far": {"model_name_or_path": "ByteDance/Ouro-1.4B"}}])
+    sweep.main([lab.file, "--dry_run", "true"])
+    text = "as if each example had `max_length` tokens where they are not counted"
+    assert (
+        f"tokens          at most 34,800 in all trainings, {text}\n" in capsys.readouterr().out
+    )  # 4 x 508 + 4 x 8 x 1,024
 
 
 @pytest.mark.parametrize("fields", [{"select_on": "eval_loss"}, {}], ids=["asked", "default"])
@@ -503,9 +513,7 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         f"folder          {lab.out}/METHOD/lr_X/seed_S\n"
         "each training   1 step, 8 examples per step\n"
         "examples        2,000, 2 held out, 1 optimizer step, 0.004 epochs\n"
-        "counted         in each training about 508 tokens, so 0.1 hours of one H100 by the same computation\n"
-        "tokens          at most 65,536 in these trainings, without those of further learning rates, as if each example had "
-        "`max_length` tokens\n"
+        "tokens          about 508 in each training, 4,064 in these trainings, without those of further learning rates\n"
         "choice          6 evaluations of development\n"
         "evaluation      2 final runs of each method:\n"
         "                evaluate arithmetic_hard\n"
@@ -529,7 +537,7 @@ def test_sweep_checks_the_data_once_before_its_first_run(lab, capsys):
     assert load.call_count == 2  # of three methods
     out = capsys.readouterr().out
     assert "examples        lora, loop_dropout: 3, 1 held out, 1 optimizer step, 1 epoch\n" in out
-    assert "\ncounted         lora, loop_dropout: in each training about " in out
+    assert re.search(r"\ntokens          about [\d,]+ to [\d,]+ in each training, [\d,]+ in all trainings\n", out)
     assert "\nleft out        short: 1 example, because it has more than 60 tokens\n" in out
     with open(path, "a") as file:
         file.write(json.dumps({"messages": [rows[0][0], {"role": "asistant", "content": "Yes"}]}))
@@ -641,7 +649,9 @@ def test_plan_has_the_costs_of_the_paper(capsys):
     sweep.main([*lora, "--settings", '{"use_cpu": true}', "--dry_run", "true"])
     out = capsys.readouterr().out
     assert "paper           110.6 minutes, 45.36 GB on an H100 80GB" in out and "the bound is" not in out
-    assert "not computed. `loopdropout sft` with `--max_steps 20 --output_dir outputs/try` measures it" in out
+    indent = "\n                "
+    way = "`loopdropout sft` with `--max_steps 20 --output_dir outputs/try` measures it"
+    assert f"time            not computed, because `use_cpu` is set{indent}{way}" in out
     sweep.main([*lora, "--launcher", "accelerate launch", "--dry_run", "true"])
     assert "\npaper " not in capsys.readouterr().out  # of one GPU
     page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
