@@ -13,6 +13,10 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.results import DEVELOPMENT, is_of_training, read_own_results, read_run_results, read_samples
 
 
+PAIRED_SEEDS = "A difference is over the seeds that both methods have"
+"""Begin of the sentence about differences that leave out seeds, in tables and in figures."""
+
+
 def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops: int | None = None) -> Comparison:
     """Return the accuracy of a run minus the accuracy of another one on the same problems, with a 95% interval and a p-value.
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pandas as pd
 
+from loopdropout_trainer.comparing import PAIRED_SEEDS
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.figures import describe_points, points
 from loopdropout_trainer.frames import average, name_methods
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.table_files import Missing, check_fields, find
-from loopdropout_trainer.tables import PAIRED_SEEDS, find_unpaired, have_other_problems, name_seeds, paired_gains
+from loopdropout_trainer.tables import find_unpaired, have_other_problems, name_seeds, paired_gains
 
 
 def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:

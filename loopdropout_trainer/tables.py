@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from loopdropout_trainer.comparing import have_same_problems
+from loopdropout_trainer.comparing import PAIRED_SEEDS, have_same_problems
 from loopdropout_trainer.diagnostics import (
     FEWEST_PROBLEMS,
     TOO_FEW,
@@ -228,10 +228,6 @@ def explain_differences(numbers: pd.DataFrame) -> list[str]:
     if EQUAL in kinds:
         sentences.append(f"A difference that is {EQUAL} has no interval, because its spread over seeds is not known.")
     return [" ".join(sentences)] if sentences else []
-
-
-PAIRED_SEEDS = "A difference is over the seeds that both methods have"
-"""Begin of the sentence about differences that leave out seeds, in tables and in figures."""
 
 
 def explain_unpaired(numbers: pd.DataFrame, names: pd.Series | pd.Index) -> list[str]:
