@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
@@ -26,6 +25,7 @@ from loopdropout_trainer.paper_costs import describe_paper_costs
 from loopdropout_trainer.published import PUBLISHED
 from loopdropout_trainer.results import DEVELOPMENT
 from loopdropout_trainer.runs import Run
+from loopdropout_trainer.saving.hub import can_reach_hub, is_hub_name, means_folder
 from loopdropout_trainer.saving.pushing import LOG_IN, find_repository, has_token
 from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.evaluation_fields import word_of
@@ -92,6 +92,8 @@ def read_config(model: ModelArguments) -> dict[str, Any]:
         return PreTrainedConfig.get_config_dict(path, revision=revision, local_files_only=True)[0]
     if path in PUBLISHED:
         return PUBLISHED[path]
+    if not can_reach_hub():
+        return {}
     with suppress(OSError):
         return PreTrainedConfig.get_config_dict(path, revision=revision)[0]
     return {}
@@ -106,13 +108,12 @@ def find_rank(adapter: AdapterArguments) -> int | None:
     name = adapter.adapter_name_or_path
     if name is None:
         return adapter.lora_r
-    from loopdropout_trainer.saving.hub import is_hub_name
     from loopdropout_trainer.saving.source import find_source
 
     try:
         return find_source(name, accept=("adapter",), what="adapter").adapter.read_config().r
     except UserError as error:
-        is_on_hub = is_hub_name(name) and not Path(name).parent.is_dir()
+        is_on_hub = is_hub_name(name) and not means_folder(name)
         if is_on_hub and is_unreachable(error):  # a plan needs no network
             return None
         raise

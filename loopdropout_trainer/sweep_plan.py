@@ -28,7 +28,9 @@ from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training_data import (
     CONFIGS,
-    NOT_CHECKED,
+    NotLoaded,
+    SweepExamples,
+    are_all_loaded,
     count_sweep_examples,
     describe_sweep_examples,
     load_sweep_examples,
@@ -43,7 +45,7 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
         sweep: `Sweep` of recipes/sweep.py.
         command: Command line of the sweep. None: it has started, so that no next command is printed.
     """
-    plan = describe_sweep_plan(sweep)
+    plan = describe_sweep_plan(sweep, _load_examples(sweep))
     if command is not None:  # else the sweep prints it before its first training
         plan["other code"] = describe_other_results(sweep)
     print(plan.pop("trainings"))
@@ -62,11 +64,24 @@ def _complete_command(sweep: Any, command: str) -> str:
     return f"{command} {ACCEPT}   # if the change of the code does not concern the results"
 
 
-def describe_sweep_plan(sweep: Any) -> dict[str, str]:
-    """Return the texts of the plan of a sweep by their titles, "" for titles that are left out.
+def _load_examples(sweep: Any) -> dict[str, SweepExamples | NotLoaded]:
+    """Return the examples of each method of a sweep, or nothing for another script, whose examples are not known.
 
     Raises:
-        UserError: If there is a mistake in a recipe or in the data.
+        UserError: If there is a mistake in the data.
+    """
+    return load_sweep_examples(sweep) if sweep.script in CONFIGS else {}
+
+
+def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLoaded]) -> dict[str, str]:
+    """Return the texts of the plan of a sweep by their titles, "" for titles that are left out.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+        examples: From `_load_examples`.
+
+    Raises:
+        UserError: If there is a mistake in a recipe.
     """
     rates = ", ".join(f"{rate:g}" for rate in sorted(sweep.learning_rates))
     if sweep.extend_grid:
@@ -74,8 +89,7 @@ def describe_sweep_plan(sweep: Any) -> dict[str, str]:
     trainings = {method: _read_training(sweep, method) for method in sweep.recipes}
     sizes = {method: _describe_size(sweep, training) for method, training in trainings.items()}
     example_lines = {}
-    if sweep.script in CONFIGS:  # the examples of another script are not known
-        examples = load_sweep_examples(sweep)
+    if examples:
         trainings = count_sweep_examples(examples, trainings)
         by_title = describe_sweep_examples(examples, trainings)
         example_lines = {title: _by_method(texts) for title, texts in by_title.items()}
@@ -131,8 +145,9 @@ def print_commands(sweep: Any) -> None:
 
 def _check_trainings(sweep: Any) -> None:
     """Check the data and the fields of all trainings, as a sweep's plan does. Say on stderr which data are not checked."""
-    plan = describe_sweep_plan(sweep)
-    if NOT_CHECKED in plan.get("examples", ""):
+    examples = _load_examples(sweep)
+    plan = describe_sweep_plan(sweep, examples)
+    if not are_all_loaded(examples):
         print(titled("examples", plan["examples"].splitlines()), file=sys.stderr)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +22,9 @@ from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.errors import UserError, is_unreachable
 from loopdropout_trainer.example_plan import add_counts, list_examples
 from loopdropout_trainer.files import model_path
+from loopdropout_trainer.published import PUBLISHED
 from loopdropout_trainer.recipe import build_part
+from loopdropout_trainer.saving.hub import can_reach_hub, means_folder
 from loopdropout_trainer.training.config import (
     LoopDropoutConfig,
     LoopDropoutDPOConfig,
@@ -93,21 +94,26 @@ class SweepExamples(NamedTuple):
     left_out: list[LeftOut]
 
 
-def load_sweep_examples(sweep: Any) -> dict[str, SweepExamples]:
+class NotLoaded(NamedTuple):
+    """The reason why the examples of a method of a sweep are not loaded, as the end of "not checked, because"."""
+
+    reason: str
+
+
+def load_sweep_examples(sweep: Any) -> dict[str, SweepExamples | NotLoaded]:
     """Load and check the examples of each method of a sweep, once for all methods with the same ones.
 
     Args:
         sweep: `Sweep` of recipes/sweep.py with a training script of the package, which is in `CONFIGS`.
 
     Returns:
-        The examples by method. Those that would need the Hub while it cannot be reached are missing: each training needs them
-        later, but a plan does not.
+        The examples by method. Those that would need the Hub while it cannot be reached, or a folder of a model that is not
+        there yet, are not loaded: each training needs them later, but a plan does not.
 
     Raises:
         UserError: As in a training, which names the mistake in the data.
     """
     examples, loaded_before = {}, {}
-    can_reach_hub = cache(_can_reach_hub)  # once for all methods, because the answer can take seconds
     for method, recipes in sweep.recipes.items():
         recipe = {**recipes.selecting, "num_threads": None}  # which would set the threads of the sweep itself
         read = {name: recipe[name] for name in _READ if name in recipe}
@@ -115,26 +121,25 @@ def load_sweep_examples(sweep: Any) -> dict[str, SweepExamples]:
         (args,) = build_part((CONFIGS[sweep.script],), {**read, "output_dir": sweep.output_dir, "use_cpu": True})
         key = repr((data, model.model_name_or_path, model.model_revision, model.chat_template, read))
         if key not in loaded_before:
-            loaded_before[key] = _load_unless_unreachable(model, data, args, can_reach_hub)
-        if loaded_before[key] is not None:
-            examples[method] = loaded_before[key]
+            loaded_before[key] = _load_unless_unreachable(model, data, args)
+        examples[method] = loaded_before[key]
     return examples
 
 
 def _load_unless_unreachable(
-    model: ModelArguments, data: DataArguments, args: GateConfig, can_reach_hub: Callable[[], bool]
-) -> SweepExamples | None:
-    """Load the examples of a training, or return None if they are on the Hub, which cannot be reached."""
+    model: ModelArguments, data: DataArguments, args: GateConfig
+) -> SweepExamples | NotLoaded:
+    """Load the examples of a training, unless they or the model are on the Hub, which cannot be reached."""
     check_files(data.files)
     if not _is_local(model, data) and not can_reach_hub():
-        return None
+        return NotLoaded(_explain_unreachable(model))
     left_out: list[LeftOut] = []
     try:
         tokenizer = load_training_tokenizer(model, args)
         loaded = load_training_examples(data, args, tokenizer, getattr(args, "max_length", None), left_out)
     except UserError as error:
         if is_unreachable(error):
-            return None
+            return NotLoaded(_explain_unreachable(model))
         raise
     return SweepExamples(data, loaded, left_out)
 
@@ -148,35 +153,34 @@ def _is_local(model: ModelArguments, data: DataArguments) -> bool:
     return all(source.files or Path(source.path).is_dir() for source in data.train_sources)
 
 
-def _can_reach_hub() -> bool:
-    """Return whether the Hub answers within seconds, or is not to be asked. Its client would try for half a minute."""
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:  # what is not downloaded is an error at once
-        return True
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # of the library that connects, which has changed between the releases of the client
-        return False
-    return True
+def _explain_unreachable(model: ModelArguments) -> str:
+    """Return why examples cannot be loaded without the Hub. The name of a model may mean a folder that is not there."""
+    name = model_path(model.model_name_or_path)
+    if Path(name).is_dir() or name in PUBLISHED:
+        return "the Hub cannot be reached"
+    if means_folder(name):
+        return f"there is no folder {name}"
+    return f"there is no folder {name}, and the Hub cannot be reached"
 
 
-NOT_CHECKED = "not checked, because the Hub cannot be reached"
-"""Line about the examples of a sweep's method in its plan, instead of their number."""
+def are_all_loaded(examples: Mapping[str, SweepExamples | NotLoaded]) -> bool:
+    """Return whether `load_sweep_examples` has loaded and checked the examples of all methods."""
+    return not any(isinstance(own, NotLoaded) for own in examples.values())
 
 
 def count_sweep_examples(
-    examples: Mapping[str, SweepExamples], trainings: Mapping[str, Training]
+    examples: Mapping[str, SweepExamples | NotLoaded], trainings: Mapping[str, Training]
 ) -> dict[str, Training]:
     """Return the training of each method of a sweep, with its numbers of rows and tokens if its examples are loaded."""
     counted = dict(trainings)
     for method, own in examples.items():
-        counted[method] = add_counts(trainings[method], own.loaded)
+        if isinstance(own, SweepExamples):
+            counted[method] = add_counts(trainings[method], own.loaded)
     return counted
 
 
 def describe_sweep_examples(
-    examples: Mapping[str, SweepExamples], trainings: Mapping[str, Training]
+    examples: Mapping[str, SweepExamples | NotLoaded], trainings: Mapping[str, Training]
 ) -> dict[str, dict[str, str]]:
     """Return the lines of a sweep's plan about the examples and what is left out, by title and method.
 
@@ -186,10 +190,10 @@ def describe_sweep_examples(
     """
     lines: dict[str, dict[str, str]] = {"examples": {}, "left out": {}}
     for method, training in trainings.items():
-        if method not in examples:
-            lines["examples"][method] = NOT_CHECKED
-            continue
         own = examples[method]
+        if isinstance(own, NotLoaded):
+            lines["examples"][method] = f"not checked, because {own.reason}"
+            continue
         texts = list_examples(own.loaded, training.num_rows, own.data, training.args)
         lines["examples"][method] = "\n".join(texts)
         lines["left out"][method] = "\n".join(map(str, own.left_out))

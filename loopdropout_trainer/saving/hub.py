@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from loopdropout_trainer.errors import UserError, check_name, first_line, hint_at_login
@@ -62,7 +62,7 @@ def download_small_files(name: str, revision: str | None, what: str) -> tuple[Pa
     except RevisionNotFoundError:
         raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from None
     except (OSError, ValueError) as error:
-        if Path(name).parent.is_dir():  # so that a folder was meant
+        if means_folder(name):
             raise UserError(
                 f"There is no folder {name}, and no {what} of this name that can be read on the Hub.{hint()}"
             ) from None
@@ -109,6 +109,32 @@ def resolve_commit(name: str | None, revision: str | None) -> str | None:
         return None
     commit = re.search(r"/snapshots/([0-9a-f]{40})/", Path(file or "").as_posix())
     return commit[1] if commit else None
+
+
+def means_folder(name: str) -> bool:
+    """Return whether the name of a model or an adapter that is not there means a folder: the folder around it is there."""
+    return Path(name).parent.is_dir()
+
+
+def can_reach_hub() -> bool:
+    """Return whether the Hub answers within seconds, or is not to be asked. Its client would try for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:  # a repository that is not downloaded is an error immediately
+        return True
+    return _answers(constants.ENDPOINT)
+
+
+@cache
+def _answers(endpoint: str) -> bool:
+    """Return whether a Hub answers. It is asked once in a process, because the answer can take seconds."""
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(endpoint, timeout=5)
+    except Exception:  # of the library that connects, which has changed between the releases of the client
+        return False
+    return True
 
 
 def is_hub_name(name: str | None) -> bool:

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
+from huggingface_hub import get_session
 from safetensors.torch import save_file
 from torch.nn import Identity
 
@@ -29,13 +30,14 @@ from helpers.processes import PATIENCE, ForkedPopen, Program, python, wait_for
 from loopdropout_trainer import training_data
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.evaluation_costs import HOW_TO_TIME
-from loopdropout_trainer.files import lock_folder
+from loopdropout_trainer.files import TINY_OURO_PATH, lock_folder
 from loopdropout_trainer.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.imported_code import accept_other_code, describe_imports, digest_imports
 from loopdropout_trainer.recipe import dump_recipe, import_files, load_recipe, parse
 from loopdropout_trainer.results import read_run, write_results
+from loopdropout_trainer.saving import hub
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.sweep_code import (
     can_accept_other_results,
@@ -593,13 +595,31 @@ def test_plan_asks_once_whether_the_hub_answers(capsys, monkeypatch, tmp_path, m
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
     words = ["--recipe", "gsm8k.yaml", "--methods", json.dumps(methods), "--learning_rates", "1e-4", "--seeds", "1"]
-    with patch("loopdropout_trainer.training_data._can_reach_hub", wraps=training_data._can_reach_hub) as ask:
+    hub._answers.cache_clear()
+    with patch("huggingface_hub.get_session", wraps=get_session) as ask:
         sweep.main([*words, "--dry_run", "true"])
     assert "\nexamples        not checked, because the Hub cannot be reached\n" in capsys.readouterr().out
     assert ask.call_count == 1
     sweep.main([*words, "--output_dir", str(tmp_path / "runs"), "--print_commands", "true"])
     printed, note = capsys.readouterr()
     assert "not checked, because the Hub cannot be reached" in note and "not checked" not in printed
+
+
+def test_plan_names_the_missing_folder_of_a_model(lab, capsys, monkeypatch):
+    """As of a base model that another command makes first. Before, only the Hub was named."""
+    monkeypatch.chdir(lab.folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    line = "\nexamples        not checked, because there is no folder models/mine"
+    lab.sweep("sft", settings={"model_name_or_path": "models/mine"})
+    sweep.main([lab.file, "--dry_run", "true"])
+    assert f"{line}, and the Hub cannot be reached\n" in capsys.readouterr().out
+    Path("models").mkdir()
+    sweep.main([lab.file, "--dry_run", "true"])
+    assert f"{line}\n" in capsys.readouterr().out
+    Path("models/mine").symlink_to(TINY_OURO_PATH)
+    sweep.main([lab.file, "--dry_run", "true"])
+    assert "\nexamples        2,000, 2 held out, 1 optimizer step" in capsys.readouterr().out
 
 
 def test_plan_counts_the_passes_of_a_rule(capsys):
