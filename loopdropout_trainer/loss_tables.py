@@ -1,4 +1,4 @@
-"""Tables of the losses at each depth and of the readout of each loop, which `diagnose` and trainings measure."""
+"""Tables of loss reductions, and of the losses at each depth and of the readout of each loop, by `diagnose` and trainings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pandas as pd
 from loopdropout_trainer.frames import average, has_seeds, labelled
 from loopdropout_trainer.results import is_of_base
 from loopdropout_trainer.tables import fit_title, mean_numbers, name_examples, spread_places
+
+
+REDUCTION_TITLE = "Loss reduction on {}, adapter in one loop only, in %, mean ± SD over seeds"
 
 
 class LossTable(NamedTuple):
@@ -52,13 +55,44 @@ def make_loss_tables(results: pd.DataFrame) -> list[LossTable]:
                 title += f", at K = {rows['num_loops'].iloc[0]:g}"
             title = fit_title(f"{title}, mean ± SD over seeds", numbers)
             texts = spread_places(numbers, decimals=4).rename(columns=lambda name, head=place: _name_place(head, name))
-            seeds = texts.loc[has_seeds(texts.index), "seeds"].unique()
-            if len(seeds) == 1:  # then the title has their number
-                texts = texts.drop(columns="seeds")
-                title = title.replace("over seeds", f"over {seeds[0]} seeds")
+            title, texts = _move_seeds(title, texts)
             name = metric if number == 1 else f"{metric}_{number}"
             tables.append(LossTable(name, title, numbers, texts))
     return tables
+
+
+def _move_seeds(title: str, texts: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """Return a table without its column `seeds` if its methods have equally many, whose number the title has then."""
+    seeds = texts.loc[has_seeds(texts.index), "seeds"].unique()
+    if len(seeds) == 1:
+        texts = texts.drop(columns="seeds")
+        title = title.replace("over seeds", f"over {seeds[0]} seeds")
+    return title, texts
+
+
+def reduction_numbers(reductions: pd.DataFrame) -> pd.DataFrame:
+    """Return the loss reductions (%) by method and active loop in the columns `mean`, `sd` and `num_seeds`.
+
+    Args:
+        reductions: A group of `split_reductions`.
+    """
+    lines = []
+    for (label, gates), rows in labelled(reductions).groupby(["label", "gates"], sort=False):
+        loops = "all loops" if gates == "unit" else gates
+        lines.append({"method": label, "adapter in": loops, **mean_numbers(average(rows))})
+    return pd.DataFrame(lines).set_index(["method", "adapter in"])
+
+
+def make_reduction_table(examples: str, numbers: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """Return the title and the texts of loss reductions, mean ± SD with one column for each loop.
+
+    Args:
+        examples: Description of the examples by `split_reductions`.
+        numbers: From `reduction_numbers`.
+    """
+    loops = numbers.index.get_level_values("adapter in").unique()
+    texts = spread_places(numbers, decimals=1)[[*loops, "seeds"]]
+    return _move_seeds(fit_title(REDUCTION_TITLE.format(examples), numbers), texts)
 
 
 def title_losses(metric: str, task: str, rows: pd.DataFrame) -> str:

@@ -6,16 +6,10 @@ from pathlib import Path
 
 from loopdropout_trainer.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.frames import load_results
-from loopdropout_trainer.loss_tables import make_loss_tables
+from loopdropout_trainer.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
 from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.results import DIAGNOSTICS_FOLDER, is_of_base, read_results
-from loopdropout_trainer.tables import (
-    REDUCTION_TITLE,
-    fit_title,
-    reduction_numbers,
-    reduction_table,
-    split_reductions,
-)
+from loopdropout_trainer.tables import split_reductions
 
 
 def find_own_reductions(sweep: Path, task: str) -> set[str]:
@@ -46,8 +40,7 @@ def print_means(sweep: Path, folders: list[str], has_own_reductions: bool) -> No
         print_table(loss.title, loss.texts)
     groups = split_reductions(final)
     for examples, rows in groups.items():
-        numbers = reduction_numbers(rows)
-        print_table(fit_title(REDUCTION_TITLE.format(examples), numbers), reduction_table(numbers))
+        print_table(*make_reduction_table(examples, reduction_numbers(rows)))
     for line in describe_left_out_runs(results, final):
         print(line)
     if not has_method:

@@ -26,7 +26,6 @@ from loopdropout_trainer.frames import average, find_baseline, has_seeds, is_bas
 from loopdropout_trainer.results import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 
 
-REDUCTION_TITLE = "Loss reduction on {}, adapter in one loop only, in %, mean ± SD over seeds"
 LOSS_TITLE = "Held-out loss in nats per token, mean ± SD over seeds, and difference to LoRA"
 CHOICE_TITLE = "Accuracy on the problems that chose the learning rates, in %, mean ± SD over seeds"
 CHOICE_NOTE = (
@@ -459,25 +458,6 @@ def name_examples(task: str, rows: pd.DataFrame) -> str:
     examples = "held-out examples" if task == DEVELOPMENT else f"reference solutions of {task}"
     sizes = " or ".join(f"{n:,.0f}" for n in sorted({*rows["n"]}))  # tokenizers differ
     return f"{examples} ({sizes} tokens)"
-
-
-def reduction_numbers(reductions: pd.DataFrame) -> pd.DataFrame:
-    """Return the loss reductions (%) by method and active loop in the columns `mean`, `sd` and `num_seeds`.
-
-    Args:
-        reductions: A group of `split_reductions`.
-    """
-    lines = []
-    for (label, gates), rows in labelled(reductions).groupby(["label", "gates"], sort=False):
-        loops = "all loops" if gates == "unit" else gates
-        lines.append({"method": label, "adapter in": loops, **mean_numbers(average(rows))})
-    return pd.DataFrame(lines).set_index(["method", "adapter in"])
-
-
-def reduction_table(numbers: pd.DataFrame) -> pd.DataFrame:
-    """Return the numbers of `reduction_numbers` as texts, mean ± SD with one column for each loop, and the number of seeds."""
-    loops = numbers.index.get_level_values("adapter in").unique()
-    return spread_places(numbers, decimals=1)[[*loops, "seeds"]]
 
 
 def spread_places(numbers: pd.DataFrame, decimals: int) -> pd.DataFrame:

@@ -36,7 +36,7 @@ from loopdropout_trainer.figures import loss_curves, loss_figure, overview_figur
 from loopdropout_trainer.files import check_links, recipe_names
 from loopdropout_trainer.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.frames import load_results
-from loopdropout_trainer.loss_tables import make_loss_tables
+from loopdropout_trainer.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
 from loopdropout_trainer.printing import shorten_folders
 from loopdropout_trainer.read_yaml import read_yaml_file
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
@@ -52,7 +52,6 @@ from loopdropout_trainer.tables import (
     COSTS,
     LOSS_TITLE,
     OWN_FAMILY,
-    REDUCTION_TITLE,
     accuracy_numbers,
     accuracy_table,
     choice_numbers,
@@ -65,8 +64,6 @@ from loopdropout_trainer.tables import (
     fit_title,
     loss_numbers,
     loss_table,
-    reduction_numbers,
-    reduction_table,
     split_reductions,
 )
 
@@ -311,8 +308,8 @@ def report_reductions(results: pd.DataFrame, output_dir: Path) -> bool:
     for number, (examples, reductions) in enumerate(groups.items(), start=1):
         numbers = reduction_numbers(reductions)
         name = "loss_reduction" if number == 1 else f"loss_reduction_{number}"
-        text = TableText(fit_title(REDUCTION_TITLE.format(examples), numbers))
-        save_table(numbers, reduction_table(numbers), text, output_dir / name)
+        title, texts = make_reduction_table(examples, numbers)
+        save_table(numbers, texts, TableText(title), output_dir / name)
     return bool(groups)
 
 

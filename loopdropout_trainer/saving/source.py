@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+FILES_OF_A_RUN = (RECIPE_FILE, RUN_FILE, STATE_FILE, "training_args.bin")
+"""Files next to an adapter that a training, also one of another program, has saved in a folder of its own."""
+
+
 class Files(NamedTuple):
     """The kind of a folder, and the folder of its model or adapter, which is a subfolder for a named adapter."""
 
@@ -125,13 +129,15 @@ def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
     """Return the kind of a folder by its files, and the folder that holds the model or the adapter.
 
     PEFT saves the adapter `default` in the folder itself, and another adapter in a subfolder with its name. If there are
-    several, `loop_dropout.json` is next to the trained ones, of which the last training's is meant.
+    several, `loop_dropout.json` is next to the trained ones, of which the last training's is meant. A subfolder can also be
+    a run of its own, such as that of `compare_with`.
 
     Raises:
         UserError: If the folder holds neither a model nor an adapter, and is neither a run nor a sweep, or if several adapters
             could be meant.
     """
-    named = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_FILE}")) if not is_checkpoint(path.parent)]
+    subfolders = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_FILE}"))]
+    named = [path for path in subfolders if not is_checkpoint(path) and not _is_own_run(path)]
     trained = [path for path in named if (path / METADATA_FILE).is_file()]
     if holds_adapter(folder):
         if not trained:
@@ -151,7 +157,25 @@ def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
         return Files("sweep", folder)
     raise UserError(
         f"The folder {name} holds neither a model nor an adapter: it has no config.json and no {CONFIG_FILE}, and it is not a "
-        "run."
+        f"run.{_describe_runs_below(folder, name)}"
+    )
+
+
+def _is_own_run(folder: Path) -> bool:
+    """Return whether a folder with an adapter is that of a training, and not of one of several adapters of a model."""
+    return any((folder / file).is_file() for file in FILES_OF_A_RUN)
+
+
+def _describe_runs_below(folder: Path, name: str) -> str:
+    """Return a sentence with a run in a folder of runs, or of one method of a sweep, or "" if there is none."""
+    runs = []
+    for depth in ("*", "*/*", "*/*/*"):  # the runs of a sweep are three folders below it
+        recipes = folder.glob(f"{depth}/{RECIPE_FILE}")
+        runs += sorted(path.parent for path in recipes if holds_adapter(path.parent))  # and not a merged model
+    if not runs:
+        return ""
+    return (
+        f" It contains {count(len(runs), 'run')}. Name one of them, such as {Path(name, runs[0].relative_to(folder))}."
     )
 
 

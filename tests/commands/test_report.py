@@ -25,7 +25,17 @@ from transformers import TrainerCallback
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, write_lines
 from helpers.results import expected_results
-from loopdropout_trainer import figure_files, figures, frames, plots, printing, saved_tables, table_files, tables
+from loopdropout_trainer import (
+    figure_files,
+    figures,
+    frames,
+    loss_tables,
+    plots,
+    printing,
+    saved_tables,
+    table_files,
+    tables,
+)
 from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.figures import average_windows, points
 from loopdropout_trainer.final_results import final_results
@@ -620,11 +630,27 @@ def test_tables_and_legends_have_one_order_of_methods(tmp_path, has_summary):
     found = [
         [*tables.cost_numbers(results[results["metric"] == "train_seconds"]).index],
         [*accuracy.index.get_level_values("method")],
-        [*tables.reduction_numbers(reductions).index.get_level_values("method").unique()],
+        [*loss_tables.reduction_numbers(reductions).index.get_level_values("method").unique()],
         [*figures.overview_figure(results).items[0].data["label"].unique()],
     ]
     assert found == [["LoRA", *others]] * len(found)
     assert [*tables.loss_numbers(results).index] == ["base model", "LoRA", *others]
+
+
+@pytest.mark.parametrize(("num_seeds", "title", "seeds"), [
+    ((1, 1), "x, adapter in one loop only, in %", None),
+    ((2, 2), "in %, mean ± SD over 2 seeds", None),
+    ((1, 2), "in %, mean ± SD over seeds", ["1", "2"]),
+])  # fmt: skip
+def test_title_of_loss_reductions_has_equal_numbers_of_seeds(tmp_path, num_seeds, title, seeds):
+    """As those of losses. Different numbers have a column."""
+    for method, number in zip(("LoRA", "Loop Dropout"), num_seeds, strict=True):
+        row = {"metric": "loss_reduction", "gates": "loop 1", "loop": 1, "value": 5.0}
+        write(tmp_path / method, [{**row, "seed": seed} for seed in range(number)], method=method)
+    results = frames.load_results(tmp_path)
+    made, texts = loss_tables.make_reduction_table("x", loss_tables.reduction_numbers(results))
+    assert made.endswith(title)
+    assert texts.get("seeds", pd.Series(dtype=object)).tolist() == (seeds or [])
 
 
 def test_base_model_of_an_own_table_has_no_seeds(tmp_path, capsys):

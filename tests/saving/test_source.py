@@ -286,6 +286,25 @@ def test_adapters_are_mergeable_if_all_loops_share_them(places, kind):
         find(places, kind).check_mergeable()
 
 
+def test_runs_in_a_folder_are_not_its_adapters(places, tmp_path, caplog):
+    """Such as the run of `compare_with` in the folder of the first method, also before that one has an adapter."""
+    both = tmp_path / "both"
+    shutil.copytree(places["run"], both / "lora")
+    with user_error(f"The folder {both} holds neither .* It contains 1 run. Name one of them, such as {both}/lora."):
+        find_source(both)
+    for name in ("recipe.yaml", "run.json"):
+        shutil.copy(places["run"] / name, both)
+    with user_error("The run in .* has no model yet"):
+        find_source(both)
+    shutil.copytree(places["run"], both, dirs_exist_ok=True)
+    assert find_source(both).folder == both and find_source(both / "lora").folder == both / "lora"
+    assert "holds the trained adapters" not in caplog.text
+    in_sweep = tmp_path / "sweep/lora/lr_0.1/seed_1"
+    shutil.copytree(both, in_sweep)
+    with user_error(f"It contains 2 runs. Name one of them, such as {in_sweep}."):
+        find_source(tmp_path / "sweep/lora")
+
+
 def test_copies_of_a_training_give_the_same_source(places):
     """The folder was renamed, copied without its recipe, or uploaded."""
     first = find(places, "run")
