@@ -16,7 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, count, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, count, short_repr
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw, GateRule, change_p, make_rule
 from loopdropout_trainer.gates.rule import not_a_rule
@@ -99,6 +99,10 @@ def _check_seed(seed: Any) -> int:
     raise UserError(f"`seed` must be an integer, got {short_repr(seed)}.")
 
 
+_SETTABLE = ("num_draws", "p", "rule", "sample", "seed")
+"""Attributes of a handle that a program can set."""
+
+
 class LoopDropoutHandle:
     """Gates of a model's training passes. Override `sample` to use other gates.
 
@@ -116,7 +120,7 @@ class LoopDropoutHandle:
     drawn = renamed_attribute("drawn", "last_gates")
 
     def __init__(self, model: PeftModel, rule: GateRule, seed: int | None) -> None:
-        self.seed = torch.initial_seed() if seed is None else _check_seed(seed)
+        self.seed = torch.initial_seed() if seed is None else seed
         self._was_described = any("loop_description" in vars(module) for module in model.modules())
         check_trainable(model)
         self.looped = attach_looped_model(model)
@@ -139,6 +143,20 @@ class LoopDropoutHandle:
             backbone.register_forward_pre_hook(self._draw_gates, with_kwargs=True, prepend=True),
             backbone.register_forward_hook(self._reset_gates, always_call=True),
         ]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raise UserError for a mistyped name, which would have no effect, and for a wrong `sample` or `seed`."""
+        if name == "seed":
+            value = _check_seed(value)
+        if name == "sample" and not callable(value):
+            raise UserError(
+                f"`sample` must be a function of `example_ids` that returns gates, got {short_repr(value)}."
+            )
+        is_known = name in _SETTABLE or name.startswith("_") or hasattr(self, name)
+        hint = "" if is_known else closest_match(name, _SETTABLE)
+        if hint:
+            raise UserError(f"`{name}` is not an attribute of the handle.{hint}")
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         state = f"{count(self.num_draws, 'draw')} so far" if self._hooks else "removed"

@@ -1,4 +1,4 @@
-"""The mean gates of a rule, which must be 1, because all gates are 1 at inference."""
+"""Faults of a user's rule: gates whose mean is not 1, as all gates are at inference, and gates that nobody can draw again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOLERANCE = 0.02
 def describe_mean(
     rule: GateRule, num_loops: int, layers: Sequence[int], batch_size: int = 16, seed: int = 0
 ) -> str | None:
-    """Return a warning with the measured mean gates of a user's rule, or None if they are 1.
+    """Return a warning with the measured mean gates of a user's rule, or None if they are 1 and can be drawn again.
 
     The rules of this package are tested, and a rule with `has_unit_mean = False` has another mean on purpose. The measurement
     draws from a copy of the rule, and leaves its state and torch's random state on the CPU unchanged.
@@ -36,6 +36,12 @@ def describe_mean(
     """
     if is_packaged(type(rule)) or not rule.has_unit_mean:
         return None
+    if not _draws_again(rule, num_loops, layers, batch_size, seed):
+        return (
+            f"The rule {rule.name!r} must draw the same gates for the same `draw`, but two calls of `sample` differ, so a "
+            "resumed training would have other gates. Draw random numbers by `draw.uniforms` or `draw.normals`, and not from "
+            "the random state of torch, numpy or Python."
+        )
     means, num_examples = measure_mean(rule, num_loops, layers, batch_size, seed)  # [steps, K]
     mean, error = means.mean(dim=0), means.std(dim=0) / math.sqrt(len(means))  # [K]
     if not bool(((mean - 1).abs() > _TOLERANCE + 5 * error).any()):
@@ -48,6 +54,14 @@ def describe_mean(
     )
 
 
+def _draws_again(rule: GateRule, num_loops: int, layers: Sequence[int], batch_size: int, seed: int) -> bool:
+    """Return whether two copies of a rule draw the same gates for the same examples."""
+    draw = _make_draw(0, num_loops, layers, batch_size, seed)
+    with torch.random.fork_rng(devices=[]):
+        first, second = (_sample(copy.deepcopy(rule), draw) for _ in range(2))
+    return torch.equal(first, second)
+
+
 def measure_mean(
     rule: GateRule, num_loops: int, layers: Sequence[int], batch_size: int, seed: int = 0
 ) -> tuple[Tensor, int]:
@@ -57,17 +71,28 @@ def measure_mean(
     means = []
     with torch.random.fork_rng(devices=[]):
         for step in range(num_steps):
-            draw = Draw(
-                seed=seed,
-                step=step,
-                example_ids=[(row, 0) for row in range(batch_size)],
-                num_loops=num_loops,
-                num_steps=num_steps,
-                num_modules=len(layers),
-                layers=layers,
-            )
-            sampled = rule.sample(draw)
-            name = f"Gates of the rule {rule.name!r}"
-            gates = as_gate_matrix(sampled, num_loops, len(layers), batch_size, name)  # [K, N] or [K, N, M]
+            draw = _make_draw(step, num_loops, layers, batch_size, seed, num_steps)
+            gates = _sample(rule, draw)  # [K, N] or [K, N, M]
             means.append(gates.detach().double().cpu().flatten(1).mean(dim=1))
     return torch.stack(means), num_steps * batch_size
+
+
+def _make_draw(
+    step: int, num_loops: int, layers: Sequence[int], batch_size: int, seed: int, num_steps: int = 1
+) -> Draw:
+    """Return the draw of a step with `batch_size` rows."""
+    return Draw(
+        seed=seed,
+        step=step,
+        example_ids=[(row, 0) for row in range(batch_size)],
+        num_loops=num_loops,
+        num_steps=num_steps,
+        num_modules=len(layers),
+        layers=layers,
+    )
+
+
+def _sample(rule: GateRule, draw: Draw) -> Tensor:
+    """Return the gates of a draw, [K, N] or [K, N, M], or raise UserError if they are not numbers of this shape."""
+    name = f"Gates of the rule {rule.name!r}"
+    return as_gate_matrix(rule.sample(draw), draw.num_loops, draw.num_modules, len(draw.example_ids), name)

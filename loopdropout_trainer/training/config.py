@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,12 @@ class GateConfig:
         is_made = "_made" in vars(self)
         if is_made and is_usual_name(name) and not hasattr(self, name):
             raise UserError(f"`{name}` is not a field of {type(self).__name__}.{_hint(name, value, vars(self))}")
+        if is_made and not hasattr(self, name):
+            meant = difflib.get_close_matches(name, vars(self), n=1, cutoff=0.85)
+            if meant:
+                raise UserError(f"`{name}` is not a field of {type(self).__name__}. Did you mean {meant[0]!r}?")
+        if is_made and hasattr(value, "tolist"):
+            value = value.tolist()
         super().__setattr__(name, value)
 
     def _take_numbers(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gate_state import BatchOptions
-from loopdropout_trainer.gates import GateRule
+from loopdropout_trainer.gates import RULES, GateRule
 from loopdropout_trainer.gates.rule import fields_of
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
@@ -92,6 +92,8 @@ class GatingMixin:
                 f"`rule` of a trainer must be an instance of a rule, got {short_repr(rule)}. Make a new trainer for another "
                 "rule, and set `trainer.args.p` for another `p`."
             )
+        if not isinstance(rule, RULES.get(rule.name, ())):
+            raise UserError(f"`rule` must be a rule with `@register_rule`, got {short_repr(rule)}.")
         if _describe_kind(rule) != _describe_kind(self._rule):
             raise UserError(
                 f"`rule` must train the adapter as {self._rule.name!r} does, which this trainer was made for, got "

@@ -61,7 +61,7 @@ from loopdropout_trainer.training.given_data import prepare_given
 from loopdropout_trainer.training.optimizer import OptimizerMixin
 from loopdropout_trainer.training.resuming import ResumptionCallback
 from loopdropout_trainer.training.sampling import check_sampling, seed_lengths
-from loopdropout_trainer.training.stopping import EarlyStopCallback, StopCallback
+from loopdropout_trainer.training.stopping import EarlyStopCallback, StopCallback, closing_bars
 
 
 def _name_of(model: str | PreTrainedModel | PeftModel) -> str:
@@ -331,7 +331,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
         self.restore_accelerator()
         self.forget_drawn_gates()
-        with hide_library_warnings():
+        with hide_library_warnings(), closing_bars(self):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
@@ -345,7 +345,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         test_dataset = prepare_given(self, "test_dataset", test_dataset)
         self.restore_accelerator()
         self.forget_drawn_gates()
-        with hide_library_warnings():
+        with hide_library_warnings(), closing_bars(self):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def prepare_rows(self, dataset: Any, name: str, keeps_order: bool) -> Any:

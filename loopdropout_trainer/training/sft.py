@@ -42,6 +42,7 @@ from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
 from loopdropout_trainer.training.start import describe_what_trains, find_start, log_start
 from loopdropout_trainer.training.stopping import (
     TrainingInterrupted,
+    closing_bars,
     ended_early,
     explain_metrics,
     explain_write_errors,
@@ -214,6 +215,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         try:
             with ExitStack() as stack:
                 stack.enter_context(hide_library_warnings())
+                stack.enter_context(closing_bars(self, ends_training=True))
                 stack.enter_context(hide_length_warnings(self.args))  # of streams, whose texts become tokens now
                 stack.enter_context(explain_write_errors(folder))
                 if self.args.should_save:

@@ -178,6 +178,27 @@ class EarlyStopCallback(EarlyStoppingCallback):
         return f" To train it further, set `early_stopping_patience` to {patience}, for example, and continue with {resuming}."
 
 
+@contextmanager
+def closing_bars(trainer: Trainer, ends_training: bool = False) -> Iterator[None]:
+    """Close transformers' progress bars if an error or Ctrl-C ends the block. The next call would continue them.
+
+    Args:
+        trainer: Trainer that runs in the block.
+        ends_training: Whether the block is a training, whose bar is closed, too.
+    """
+    try:
+        yield
+    except BaseException:
+        for callback in trainer.callback_handler.callbacks:
+            bars = [getattr(callback, name, None) for name in ("training_bar", "training_tracker")]  # in a notebook
+            has_begun = trainer.state.epoch is not None and any(bar is not None for bar in bars)
+            if getattr(callback, "prediction_bar", None) is not None:
+                callback.on_predict(trainer.args, trainer.state, trainer.control)
+            if ends_training and has_begun:
+                callback.on_train_end(trainer.args, trainer.state, trainer.control)
+        raise
+
+
 def warn_of_unsaved_best(args: TrainingArguments, state: TrainerState) -> None:
     """Warn after a training with `load_best_model_at_end` if no checkpoint has its best step."""
     if not args.load_best_model_at_end or not state.is_world_process_zero:

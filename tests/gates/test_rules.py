@@ -363,3 +363,19 @@ def test_mean_gate_of_own_rule_is_measured(train, log, factor, has_unit_mean):
     state = torch.get_rng_state()
     describe_mean(rule, K, [0])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rule_of_a_global_random_state_warns(make_sft, log):
+    """It is not registered either, so a trainer could not save its name."""
+
+    class Global(LoopDropout):
+        name = "global"
+
+        def sample(self, draw):
+            return 2 * torch.randint(2, (draw.num_loops, len(draw.example_ids)))
+
+    loop_dropout(with_adapter(), rule=Global())
+    says = "The rule 'global' must draw the same gates for the same `draw`, but two calls of `sample` differ"
+    assert says in log.text and "`draw.uniforms`" in log.text and "the mean 1" not in log.text
+    with user_error("`rule` must be a rule with `@register_rule`, got "):
+        make_sft().rule = Global()

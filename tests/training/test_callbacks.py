@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import ProgressCallback, TrainerCallback, TrainerState
 
 from helpers.errors import user_error
 from helpers.trainers import Recorder, assert_same_weights, logged
@@ -204,3 +204,27 @@ def test_signal_says_when_another_one_stops_immediately(monkeypatch, log):
     now[0] = stopping.REPEATED_SECONDS + 0.1
     with pytest.raises(KeyboardInterrupt):
         callback._receive(signal.SIGINT, None)
+
+
+class InterruptEvaluation(TrainerCallback):
+    """Press Ctrl-C in the second batch of each evaluation."""
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self.number = getattr(self, "number", 0) + 1
+        if self.number % 2 == 0:
+            raise KeyboardInterrupt
+
+
+def test_interrupted_evaluation_leaves_no_bars(make_sft):
+    """The next evaluation would continue them."""
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1}
+    trainer = make_sft(callbacks=[InterruptEvaluation()], max_steps=1, disable_tqdm=False, **fields)
+    (progress,) = [own for own in trainer.callback_handler.callbacks if isinstance(own, ProgressCallback)]
+    for call in (trainer.evaluate, trainer.train, lambda: trainer.predict(trainer.eval_dataset)):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert progress.prediction_bar is None and progress.training_bar is None
+    assert trainer.gate_state.gates is None
+    trainer.remove_callback(InterruptEvaluation)
+    trainer.train()
+    assert trainer.state.global_step == 1

@@ -68,6 +68,7 @@ def test_checkpointing_by_default_gives_no_warning(config):
         ("q", 0.25, "`q` is not a field of LoopDropoutConfig. Set `p` = 1 - q"),
         ("dropout", 0.25, "Did you mean 'p'"),
         ("K", 2, r"Set `model_init_kwargs=\{'num_loops': 2\}`"),
+        ("learning_rat", 0.1, "`learning_rat` is not a field of LoopDropoutConfig. Did you mean 'learning_rate'?"),
     ],
 )
 def test_wrong_field_that_is_set_later_raises(config, name, value, message):
@@ -75,7 +76,8 @@ def test_wrong_field_that_is_set_later_raises(config, name, value, message):
     args = config()
     with user_error(message):
         setattr(args, name, value)
-    args.p = 0.25
+    args.p = torch.tensor(0.25)
+    assert args.p == 0.25 and type(args.p) is float
     args.note = "an attribute of the user"
     assert copy.deepcopy(args).p == 0.25
 

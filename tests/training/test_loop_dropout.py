@@ -264,6 +264,13 @@ def test_handle_takes_another_p_and_rule():
         handle.rule = "loop_dropuot"
     with user_error("`rule` must be a name, or a rule .*, got 0.5"):
         handle.rule = 0.5
+    for name, value, message in (
+        ("ruel", "lora", "`ruel` is not an attribute of the handle. Did you mean 'rule'"),
+        ("sample", [1, 1, 1, 1], "`sample` must be a function of `example_ids` that returns gates"),
+        ("seed", "7", "`seed` must be an integer, got '7'"),
+    ):
+        with user_error(message):
+            setattr(handle, name, value)
     assert loop_dropout(with_adapter(), rule="lora").p is None
 
 
