@@ -45,7 +45,7 @@ from workload import (
     versions,
 )
 
-from loopdropout_trainer.costs import PEAK_FLOPS
+from loopdropout_trainer.costs.trainings import PEAK_FLOPS
 
 
 def check_agreement(rows: dict[str, Row], preset: Preset, device: torch.device) -> dict[str, tuple[float, float]]:

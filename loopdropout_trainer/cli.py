@@ -142,7 +142,7 @@ def _describe_recipes() -> dict[str, tuple[str, str]]:
     The fields are those after `extends`, and for a sweep also those of the recipe that its methods start from. It is cached,
     because reading all recipes takes a second.
     """
-    from loopdropout_trainer.recipe import load_recipe
+    from loopdropout_trainer.settings.recipe import load_recipe
 
     described = {}
     for name in recipe_names():

@@ -1,6 +1,6 @@
 """Measure the paper's diagnostics: single-loop activation, readouts, depths, and tests and parts of a gain in accuracy.
 
-Each function returns results as `results.write_results` takes them. A batch holds model inputs with `labels` [B, S], which are
+Each function returns results as `write_results` takes them. A batch holds model inputs with `labels` [B, S], which are
 -100 where there is no target. With several processes, call a function in all of them with all batches: each process scores a
 share, and all return the same results.
 """
@@ -34,7 +34,7 @@ from loopdropout_trainer.looped import (
 )
 from loopdropout_trainer.lora import kind_of, use_gates
 from loopdropout_trainer.renames import renamed_function
-from loopdropout_trainer.results import BASE_MODEL
+from loopdropout_trainer.results.run_files import BASE_MODEL
 
 
 if TYPE_CHECKING:

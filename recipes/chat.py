@@ -28,17 +28,17 @@ from rich.table import Column, Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from loopdropout_trainer.arguments import DEPTH_BOUNDS, DepthArguments, option
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.gate_texts import expand_gates, parse_gates
+from loopdropout_trainer.gates.texts import expand_gates, parse_gates
 from loopdropout_trainer.generation import check_prompt_length, generate_greedy
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model, use_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.prompts import PLAIN_TEXT, PromptFormat, make_turns
-from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import load
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.settings.arguments import DEPTH_BOUNDS, DepthArguments, option
+from loopdropout_trainer.settings.recipe import name_words, parse
 from loopdropout_trainer.terminal import raw_terminal, show_controls
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 

@@ -33,13 +33,6 @@ from accelerate import PartialState
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from loopdropout_trainer.arguments import (
-    DEPTH_BOUNDS,
-    DepthArguments,
-    SourceArguments,
-    TaskArguments,
-    option,
-)
 from loopdropout_trainer.data import SFTDataArguments, load_datasets
 from loopdropout_trainer.diagnostics import (
     Batch,
@@ -55,10 +48,9 @@ from loopdropout_trainer.diagnostics import (
 from loopdropout_trainer.errors import UserError, count, run_script
 from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.files import read_json_object, write_file
-from loopdropout_trainer.library_fields import LIBRARY_FIELDS
-from loopdropout_trainer.recipe import build, read_settings
-from loopdropout_trainer.recipe_changes import compare_recipes
-from loopdropout_trainer.results import (
+from loopdropout_trainer.jobs.runs import TRAINING_TYPES
+from loopdropout_trainer.results.recipe_changes import compare_recipes
+from loopdropout_trainer.results.run_files import (
     BASE_MODEL,
     DEVELOPMENT,
     DIAGNOSTICS_FOLDER,
@@ -66,12 +58,20 @@ from loopdropout_trainer.results import (
     read_run,
     write_results,
 )
-from loopdropout_trainer.runs import TRAINING_TYPES
+from loopdropout_trainer.results.sweep_folder import list_runs
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.facts import ALL_KINDS, MODELS, Source
 from loopdropout_trainer.saving.loading import ModelLoader
 from loopdropout_trainer.saving.source import find_base, find_source
-from loopdropout_trainer.sweeps import list_runs
+from loopdropout_trainer.settings.arguments import (
+    DEPTH_BOUNDS,
+    DepthArguments,
+    SourceArguments,
+    TaskArguments,
+    option,
+)
+from loopdropout_trainer.settings.library_fields import LIBRARY_FIELDS
+from loopdropout_trainer.settings.recipe import build, read_settings
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     diagnosis = Diagnosis(argv)
     rows = diagnosis.run(diagnosis.make_shared())
     if diagnosis.state.is_main_process and not diagnosis.args.dry_run:
-        from loopdropout_trainer.printing import print_diagnostics
+        from loopdropout_trainer.reports.printing import print_diagnostics
 
         print_diagnostics(rows)
         print(f"All results, also those without a table here, are in {diagnosis.args.output_dir}/results.jsonl")
@@ -243,7 +243,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
         sweep: Folder of the sweep.
         options: Command line without the folder.
     """
-    from loopdropout_trainer.sweep_losses import find_own_reductions, print_means
+    from loopdropout_trainer.sweeps.losses import find_own_reductions, print_means
 
     check_sweep_options(options)
     reasons = {run: find_missing(run) for run in list_runs(sweep)}  # why a run is skipped, or None

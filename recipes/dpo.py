@@ -9,12 +9,12 @@ Each example has a `chosen` and a `rejected` completion, and usually their
 
 from __future__ import annotations
 
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.data import DPODataArguments
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.job import Job
-from loopdropout_trainer.recipe import build, read_settings
-from loopdropout_trainer.runs import Run
+from loopdropout_trainer.jobs.job import Job
+from loopdropout_trainer.jobs.runs import Run
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments
+from loopdropout_trainer.settings.recipe import build, read_settings
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 
 

@@ -31,12 +31,6 @@ from lm_eval.api.task import Task
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from loopdropout_trainer.arguments import (
-    DEPTH_BOUNDS,
-    BenchmarkArguments,
-    SourceArguments,
-    option,
-)
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, count, run_script
 from loopdropout_trainer.evaluation import LoopedLM, asks_in_chat, evaluate_tasks, load_benchmarks
@@ -46,17 +40,29 @@ from loopdropout_trainer.evaluation.plan import (
     print_evaluation_plan,
     print_plan_without_models,
 )
-from loopdropout_trainer.gate_texts import expand_gates
+from loopdropout_trainer.gates.texts import expand_gates
+from loopdropout_trainer.jobs.runs import TRAINING_TYPES
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe import build, dump_recipe, read_settings, without_option
-from loopdropout_trainer.recipe_changes import UNCOMPARED, find_difference
-from loopdropout_trainer.results import BASE_MODEL, EVALUATION_FOLDER, RECIPE_FILE, measurement_folder, write_results
-from loopdropout_trainer.runs import TRAINING_TYPES
+from loopdropout_trainer.results.recipe_changes import UNCOMPARED, find_difference
+from loopdropout_trainer.results.run_files import (
+    BASE_MODEL,
+    EVALUATION_FOLDER,
+    RECIPE_FILE,
+    measurement_folder,
+    write_results,
+)
+from loopdropout_trainer.results.sweep_folder import name_in_sweep
 from loopdropout_trainer.saving.command_line import name_sources, split_name
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import ModelLoader
 from loopdropout_trainer.saving.source import find_base, find_source
-from loopdropout_trainer.sweeps import name_in_sweep
+from loopdropout_trainer.settings.arguments import (
+    DEPTH_BOUNDS,
+    BenchmarkArguments,
+    SourceArguments,
+    option,
+)
+from loopdropout_trainer.settings.recipe import build, dump_recipe, read_settings, without_option
 
 
 @dataclass
@@ -170,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
         if not path.exists():
             dump_recipe(settings, path)
         rows.sort(key=lambda row: [*sources].index(row["name"]))
-        from loopdropout_trainer.printing import print_evaluation
+        from loopdropout_trainer.reports.printing import print_evaluation
 
         print_evaluation(rows, args.averages or {})
         print(f"\n{describe_time(rows, seconds)}\nThe results are in {args.output_dir}")

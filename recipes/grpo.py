@@ -10,13 +10,13 @@ below, and `--field value` overrides it.
 
 from __future__ import annotations
 
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, RewardArguments, ScriptArguments
 from loopdropout_trainer.data import GRPODataArguments
 from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.job import Job
-from loopdropout_trainer.recipe import build, read_settings
-from loopdropout_trainer.runs import Run
+from loopdropout_trainer.jobs.job import Job
+from loopdropout_trainer.jobs.runs import Run
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RewardArguments, ScriptArguments
+from loopdropout_trainer.settings.recipe import build, read_settings
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
 
 

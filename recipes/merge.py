@@ -14,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import check_link, is_checkpoint
-from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.cards import read_card_fields
 from loopdropout_trainer.saving.loading import load
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.settings.arguments import option
+from loopdropout_trainer.settings.recipe import name_words, parse
 
 
 @dataclass

@@ -14,14 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, count, run_script
-from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.cards import CARD_FILE
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.merging import list_pushed_files, push_adapter, push_merged_to_hub
 from loopdropout_trainer.saving.pushing import describe_account
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.settings.arguments import option
+from loopdropout_trainer.settings.recipe import name_words, parse
 from loopdropout_trainer.terminal import titled
 
 

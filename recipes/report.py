@@ -27,25 +27,19 @@ from typing import Any
 
 import pandas as pd
 
-from loopdropout_trainer.arguments import option
-from loopdropout_trainer.comparing import compare_folders, explain_missing_runs
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, Comparison, explain_disagreements
 from loopdropout_trainer.errors import UserError, count, run_script
-from loopdropout_trainer.figure_files import build_figure
-from loopdropout_trainer.figures import loss_curves, loss_figure, overview_figure
 from loopdropout_trainer.files import check_links, recipe_names
-from loopdropout_trainer.final_results import describe_left_out_runs, final_results
-from loopdropout_trainer.frames import load_results
-from loopdropout_trainer.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
-from loopdropout_trainer.printing import shorten_folders
-from loopdropout_trainer.read_yaml import read_yaml_file
-from loopdropout_trainer.recipe import load_recipe, name_words, parse
-from loopdropout_trainer.results import is_of_base, is_of_training, read_needed_imports, read_own_results, recipe_path
-from loopdropout_trainer.saved_tables import TableText, save_layout, save_table
-from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state, newest_checkpoint
-from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.table_files import Missing, build_table
-from loopdropout_trainer.tables import (
+from loopdropout_trainer.reports.comparing import compare_folders, explain_missing_runs
+from loopdropout_trainer.reports.figure_files import build_figure
+from loopdropout_trainer.reports.figures import loss_curves, loss_figure, overview_figure
+from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
+from loopdropout_trainer.reports.frames import load_results
+from loopdropout_trainer.reports.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
+from loopdropout_trainer.reports.printing import shorten_folders
+from loopdropout_trainer.reports.saved_tables import TableText, save_layout, save_table
+from loopdropout_trainer.reports.table_files import Missing, build_table
+from loopdropout_trainer.reports.tables import (
     ACCURACY_TITLE,
     CHOICE_NOTE,
     CHOICE_TITLE,
@@ -66,6 +60,18 @@ from loopdropout_trainer.tables import (
     loss_table,
     split_reductions,
 )
+from loopdropout_trainer.results.run_files import (
+    is_of_base,
+    is_of_training,
+    read_needed_imports,
+    read_own_results,
+    recipe_path,
+)
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state, newest_checkpoint
+from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.settings.arguments import option
+from loopdropout_trainer.settings.read_yaml import read_yaml_file
+from loopdropout_trainer.settings.recipe import load_recipe, name_words, parse
 
 
 @dataclass
@@ -361,7 +367,7 @@ def as_numbers(comparison: Comparison | None) -> dict[str, float]:
 
 def draw_figure(plot: Any, path: Path) -> None:
     """Save a figure as PNG, PDF and SVG, and print its path and its caption, if it has one. `path` has no ending."""
-    from loopdropout_trainer.plots import save_figure
+    from loopdropout_trainer.reports.plots import save_figure
 
     save_figure(plot, path)
     caption = getattr(plot, "items", [plot])[0].labels.caption

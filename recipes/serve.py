@@ -22,16 +22,16 @@ from importlib.util import find_spec
 
 import torch
 
-from loopdropout_trainer.arguments import DEPTH_BOUNDS, option
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.prompts import PromptFormat
-from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import load
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.serving.address import API_KEY_VARIABLE, describe_address, open_socket
 from loopdropout_trainer.serving.vllm_command import check_start, find_obstacle, vllm_command
+from loopdropout_trainer.settings.arguments import DEPTH_BOUNDS, option
+from loopdropout_trainer.settings.recipe import name_words, parse
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 
 

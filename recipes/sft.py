@@ -12,12 +12,12 @@ with `--resume_from_checkpoint true` continues an interrupted run.
 
 from __future__ import annotations
 
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.data import SFTDataArguments, label_example, preview
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.job import Job
-from loopdropout_trainer.recipe import build, read_settings
-from loopdropout_trainer.runs import Run
+from loopdropout_trainer.jobs.job import Job
+from loopdropout_trainer.jobs.runs import Run
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, SFTArguments
+from loopdropout_trainer.settings.recipe import build, read_settings
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     # These imports take seconds, so they come after the checks.
-    from loopdropout_trainer.progress import SampleCompletionsCallback
+    from loopdropout_trainer.jobs.progress import SampleCompletionsCallback
     from loopdropout_trainer.training.multipass import LoRADropoutSFTTrainer
     from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.facts import ALL_KINDS
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.settings.arguments import option
+from loopdropout_trainer.settings.recipe import name_words, parse
 
 
 @dataclass

@@ -28,18 +28,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loopdropout_trainer.arguments import ModelArguments, option
 from loopdropout_trainer.data import SFTDataArguments
 from loopdropout_trainer.errors import UserError, closest_match, count, run_script
-from loopdropout_trainer.field_hints import InnerFields
-from loopdropout_trainer.imported_code import find_other_code
-from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
-from loopdropout_trainer.recipe import IMPORTED, TRAININGS, dump_recipe, load_recipe, parse, without_option
-from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
-from loopdropout_trainer.results import DEVELOPMENT, has_trained, is_finished, write_run
-from loopdropout_trainer.run_times import count_left, find_kind, read_means
-from loopdropout_trainer.runs import TRAINING_TYPES
-from loopdropout_trainer.sweep_code import (
+from loopdropout_trainer.jobs.runs import TRAINING_TYPES
+from loopdropout_trainer.results.imported_code import find_other_code
+from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
+from loopdropout_trainer.results.run_files import DEVELOPMENT, has_trained, is_finished, write_run
+from loopdropout_trainer.results.sweep_folder import SETTINGS_FILE, SweepRun, describe_interruption, update_summary
+from loopdropout_trainer.results.sweep_scores import NON_FINITE, describe_edge, find_accuracy, name_score, read_score
+from loopdropout_trainer.settings.arguments import ModelArguments, option
+from loopdropout_trainer.settings.field_hints import InnerFields
+from loopdropout_trainer.settings.library_fields import SEED_BOUNDS, unsafe_names
+from loopdropout_trainer.settings.recipe import IMPORTED, TRAININGS, dump_recipe, load_recipe, parse, without_option
+from loopdropout_trainer.sweeps.code import (
     accept_other_results,
     describe_fix,
     describe_other_results,
@@ -47,11 +48,10 @@ from loopdropout_trainer.sweep_code import (
     has_other_results,
     name_other_results,
 )
-from loopdropout_trainer.sweep_methods import SET_BY_SWEEP, has_benchmarks, make_recipes, read_methods
-from loopdropout_trainer.sweep_plan import print_commands, print_sweep_plan
-from loopdropout_trainer.sweep_scores import NON_FINITE, describe_edge, find_accuracy, name_score, read_score
-from loopdropout_trainer.sweeps import SETTINGS_FILE, SweepRun, describe_interruption, update_summary
-from loopdropout_trainer.workers import Workers
+from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, has_benchmarks, make_recipes, read_methods
+from loopdropout_trainer.sweeps.plan import print_commands, print_sweep_plan
+from loopdropout_trainer.sweeps.run_times import count_left, find_kind, read_means
+from loopdropout_trainer.sweeps.workers import Workers
 
 
 _TRAINING_FIELDS = {
@@ -406,7 +406,7 @@ def main(argv: list[str] | None = None) -> None:
         print_commands(sweep)
         sweep.check_failures()
     else:
-        from loopdropout_trainer.sweep_summary import print_summary
+        from loopdropout_trainer.sweeps.summary import print_summary
 
         former = signal.signal(signal.SIGTERM, _interrupt)  # a stop is one sentence, as after Ctrl-C
         try:

@@ -8,7 +8,7 @@ import pandas as pd
 import plotnine as p9
 from runs import METHODS, Study
 
-from loopdropout_trainer.plots import COLORS, GRAY, decorate, line_plot, save_figure
+from loopdropout_trainer.reports.plots import COLORS, GRAY, decorate, line_plot, save_figure
 
 
 HERE = Path(__file__).parent

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from loopdropout_trainer.results import read_results
+from loopdropout_trainer.results.run_files import read_results
 
 
 RUNS = Path(__file__).with_name("runs.csv.gz")

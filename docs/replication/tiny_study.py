@@ -310,7 +310,7 @@ class Study:
     def measure(self, model: Any, task: Any, depth: int, folder: Path) -> tuple[float, str]:
         """Return the accuracy in percent with `depth` loops, and which problems were solved."""
         from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks
-        from loopdropout_trainer.results import read_samples
+        from loopdropout_trainer.results.run_files import read_samples
 
         lm = LoopedLM(model, self.tokenizer, batch_size=100, num_loops=depth)
         rows = evaluate_tasks(lm, [task], output_dir=folder)

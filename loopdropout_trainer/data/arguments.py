@@ -10,7 +10,7 @@ from loopdropout_trainer.data.formats import FORMATS, PAIRS, PREFERENCES, TEXTS
 from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, PROMPT_TEMPLATES
 from loopdropout_trainer.data.sources import DataSource, read_sources
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.fields import check_fields, option
+from loopdropout_trainer.settings.fields import check_fields, option
 
 
 @dataclass

@@ -29,7 +29,7 @@ from transformers.utils import logging
 from loopdropout_trainer.data.caching import own_files
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import PACKAGE
-from loopdropout_trainer.recipe import IMPORTED
+from loopdropout_trainer.settings.recipe import IMPORTED
 
 
 if TYPE_CHECKING:

@@ -34,9 +34,9 @@ from loopdropout_trainer.errors import (
     hint_at_own_file,
     short_repr,
 )
-from loopdropout_trainer.recipe import IMPORTED
-from loopdropout_trainer.results import DEVELOPMENT
+from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
+from loopdropout_trainer.settings.recipe import IMPORTED
 
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def load_benchmarks(
         elif name.endswith(".yaml") and str(Path(name).resolve()) not in IMPORTED:
             fix = choose_advice(
                 f"Add `--import {name}` to the command line.",
-                f"Allow it first by `loopdropout_trainer.recipe.import_files([{name!r}])`.",
+                f"Allow it first by `loopdropout_trainer.settings.recipe.import_files([{name!r}])`.",
             )
             raise UserError(f"{name} can run code, as any task file of lm-eval. {fix}")
         else:

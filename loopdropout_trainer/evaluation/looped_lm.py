@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.answers import AnswerCache, answer_key
-from loopdropout_trainer.gate_texts import parse_gates
+from loopdropout_trainer.gates.texts import parse_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.limits import rendering_error
 from loopdropout_trainer.looped import attach_looped_model, check_num_loops, use_depth

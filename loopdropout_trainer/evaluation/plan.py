@@ -10,11 +10,11 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from loopdropout_trainer.costs.evaluations import DEFAULT_MAX_NEW_TOKENS, HOW_TO_TIME
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.evaluation.harness import leaves_of, name_of
-from loopdropout_trainer.evaluation_costs import DEFAULT_MAX_NEW_TOKENS, HOW_TO_TIME
-from loopdropout_trainer.gate_texts import expand_gates
-from loopdropout_trainer.results import read_own_results, unneeded_columns
+from loopdropout_trainer.gates.texts import expand_gates
+from loopdropout_trainer.results.run_files import read_own_results, unneeded_columns
 from loopdropout_trainer.terminal import titled
 
 

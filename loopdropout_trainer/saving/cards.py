@@ -17,7 +17,7 @@ from loopdropout_trainer.files import checkpoint_step, is_checkpoint, public_nam
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
-from loopdropout_trainer.results import (
+from loopdropout_trainer.results.run_files import (
     is_of_base,
     is_of_training,
     read_recipe,
@@ -27,6 +27,7 @@ from loopdropout_trainer.results import (
     recipe_path,
     weights_of,
 )
+from loopdropout_trainer.results.sweep_folder import folder_of_run
 from loopdropout_trainer.saving.checkpoints import (
     STATE_FILE,
     describe_score,
@@ -35,7 +36,6 @@ from loopdropout_trainer.saving.checkpoints import (
     load_state,
 )
 from loopdropout_trainer.saving.hub import is_hub_name
-from loopdropout_trainer.sweeps import folder_of_run
 
 
 CARD_FILE = "README.md"

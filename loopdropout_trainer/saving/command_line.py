@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from loopdropout_trainer.arguments import SourceArguments
-from loopdropout_trainer.recipe import load_recipe, name_words
-from loopdropout_trainer.results import recipe_path
+from loopdropout_trainer.results.run_files import recipe_path
+from loopdropout_trainer.results.training_results import ALWAYS_SAVED
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.training_results import ALWAYS_SAVED
+from loopdropout_trainer.settings.arguments import SourceArguments
+from loopdropout_trainer.settings.recipe import load_recipe, name_words
 
 
 def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from loopdropout_trainer.errors import UserError, check_name, first_line, hint_at_login
 from loopdropout_trainer.files import model_hint, model_path
-from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE
+from loopdropout_trainer.results.run_files import RECIPE_FILE, RESULTS_FILE
 
 
 _SMALL_FILES = ["*.json", "*.jinja", "*token*", "*adapter_*", "looped.py", RECIPE_FILE, RESULTS_FILE]

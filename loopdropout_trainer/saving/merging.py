@@ -28,7 +28,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, as_path, check_type, short_repr
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, merged_update
-from loopdropout_trainer.results import RECIPE_FILE
+from loopdropout_trainer.results.run_files import RECIPE_FILE
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.authors_format import write_authors_format
 from loopdropout_trainer.saving.cards import (

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from loopdropout_trainer.errors import UserError, as_path, check_name, choose_advice, count
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path, read_json_object
 from loopdropout_trainer.memory import read_depth
-from loopdropout_trainer.results import (
+from loopdropout_trainer.results.run_files import (
     RECIPE_FILE,
     RUN_FILE,
     is_of_training,
@@ -29,13 +29,13 @@ from loopdropout_trainer.results import (
     read_recipe,
     recipe_path,
 )
+from loopdropout_trainer.results.sweep_folder import list_runs
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, to_metadata
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints, newest_checkpoint, warn_once
 from loopdropout_trainer.saving.facts import LOADABLE, MODELS, WITHOUT_MODEL, Kind, Source
 from loopdropout_trainer.saving.hub import download_small_files, split_revision
 from loopdropout_trainer.saving.metadata import METADATA_FILE, read_metadata
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter, holds_adapter, read_saved_adapter
-from loopdropout_trainer.sweeps import list_runs
 
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ def read_model_config(name_or_path: str | Path, revision: str | None = None) -> 
 def _prompt_template(recipe: Mapping[str, Any]) -> str | None:
     """Return the format of the prompts that a recipe describes, or None if its data have no template."""
     from loopdropout_trainer.data import DataArguments
-    from loopdropout_trainer.recipe import build
+    from loopdropout_trainer.settings.recipe import build
 
     if not recipe:
         return None

@@ -1,4 +1,4 @@
 """Trainers: gates drawn in `compute_loss`, callbacks, and the setup of an adapter.
 
-Modules here may import all folders but `integrations`. Only scripts, `progress.py` and the package itself import them.
+Scripts, the folders of plans and of jobs, and the package itself import them.
 """

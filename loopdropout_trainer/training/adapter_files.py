@@ -12,26 +12,26 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from loopdropout_trainer.arguments import find_unsaved_fields
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.lora import check_present, find_active_adapter
-from loopdropout_trainer.recipe import dump_recipe
-from loopdropout_trainer.results import RECIPE_FILE, read_used_imports, write_results
-from loopdropout_trainer.saving.cards import CARD_FILE, read_card_of, write_model_card
-from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints
-from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
-from loopdropout_trainer.saving.loading import save_adapter_metadata
-from loopdropout_trainer.saving.saved_adapter import adapter_folder
-from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.training.start import describe_training
-from loopdropout_trainer.training.stopping import check_finite
-from loopdropout_trainer.training_results import (
+from loopdropout_trainer.results.run_files import RECIPE_FILE, read_used_imports, write_results
+from loopdropout_trainer.results.training_results import (
     mean_loss,
     result_columns,
     saved_step,
     training_recipe,
     training_results,
 )
+from loopdropout_trainer.saving.cards import CARD_FILE, read_card_of, write_model_card
+from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints
+from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
+from loopdropout_trainer.saving.loading import save_adapter_metadata
+from loopdropout_trainer.saving.saved_adapter import adapter_folder
+from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.settings.arguments import find_unsaved_fields
+from loopdropout_trainer.settings.recipe import dump_recipe
+from loopdropout_trainer.training.start import describe_training
+from loopdropout_trainer.training.stopping import check_finite
 
 
 logger = logging.get_logger(__name__)

@@ -13,6 +13,7 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
+from loopdropout_trainer.results.training_results import saved_step
 from loopdropout_trainer.saving.cards import read_card_fields, read_card_of, write_model_card
 from loopdropout_trainer.saving.pushing import (
     create_branch,
@@ -26,7 +27,6 @@ from loopdropout_trainer.saving.pushing import (
     read_card,
     upload,
 )
-from loopdropout_trainer.training_results import saved_step
 
 
 class AdapterPushMixin:

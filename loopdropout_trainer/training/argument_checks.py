@@ -11,8 +11,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
-from loopdropout_trainer.field_hints import USUAL_NAMES
 from loopdropout_trainer.looped import check_not_compiled
+from loopdropout_trainer.settings.field_hints import USUAL_NAMES
 from loopdropout_trainer.tokenizers import check_tokenizer
 
 

@@ -15,11 +15,11 @@ from transformers.utils import logging
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer.errors import UserError, as_path, hide_secrets, short_repr
-from loopdropout_trainer.field_hints import USUAL_NAMES, field_hint, is_usual_name
-from loopdropout_trainer.fields import check_fields, check_mappings, option
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
 from loopdropout_trainer.gates.rule import fields_of
+from loopdropout_trainer.settings.field_hints import USUAL_NAMES, field_hint, is_usual_name
+from loopdropout_trainer.settings.fields import check_fields, check_mappings, option
 from loopdropout_trainer.training.evaluation_fields import check_best_checkpoint, warn_of_unused_steps, word_of
 
 

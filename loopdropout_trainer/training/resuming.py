@@ -23,7 +23,8 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.gates.rule import is_packaged
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe_changes import RESUMABLE, compare_recipes
+from loopdropout_trainer.results.recipe_changes import RESUMABLE, compare_recipes
+from loopdropout_trainer.results.training_results import count_examples
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
 from loopdropout_trainer.saving.base_model import check_base
 from loopdropout_trainer.saving.checkpoints import (
@@ -38,7 +39,6 @@ from loopdropout_trainer.saving.checkpoints import (
 )
 from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.training_results import count_examples
 
 
 if TYPE_CHECKING:

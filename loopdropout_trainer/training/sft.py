@@ -25,6 +25,7 @@ from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_exam
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.means import describe_mean
 from loopdropout_trainer.renames import hide_library_warnings
+from loopdropout_trainer.results.training_results import saved_step
 from loopdropout_trainer.saving.checkpoints import load_state, number_training
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
@@ -48,7 +49,6 @@ from loopdropout_trainer.training.stopping import (
     explain_write_errors,
     warn_of_unsaved_best,
 )
-from loopdropout_trainer.training_results import saved_step
 
 
 logger = logging.get_logger(__name__)

@@ -63,7 +63,7 @@ ADVICE = {
     "task file": (
         lambda folder: load_benchmarks(["my_task.yaml"]),
         "Add `--import my_task.yaml` to the command line",
-        r"by `loopdropout_trainer.recipe.import_files\(\['my_task.yaml'\]\)`",
+        r"by `loopdropout_trainer.settings.recipe.import_files\(\['my_task.yaml'\]\)`",
     ),
     "unsafe": (
         lambda folder: check_allowed("ifeval", False, can_be_sandboxed=False),

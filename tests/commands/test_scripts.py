@@ -23,15 +23,15 @@ from helpers.files import ROOT, load_script, read_lines, write_lines
 from helpers.results import expected_results
 from helpers.tiny import TINY, tiny_hrm
 from loopdropout_trainer import default_peft_config, load_model
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import describe_version
-from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.jobs.plan import describe_length, measure_modules, print_next_commands
+from loopdropout_trainer.jobs.runs import Run
 from loopdropout_trainer.looped import attach_looped_model
-from loopdropout_trainer.plan import describe_length, measure_modules, print_next_commands
-from loopdropout_trainer.recipe import dump_recipe
-from loopdropout_trainer.results import (
+from loopdropout_trainer.reports.frames import load_results
+from loopdropout_trainer.reports.tables import accuracy_numbers
+from loopdropout_trainer.results.run_files import (
     is_finished,
     measurement_folder,
     read_recipe,
@@ -40,11 +40,11 @@ from loopdropout_trainer.results import (
     write_results,
     write_run,
 )
-from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.tables import accuracy_numbers
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments
+from loopdropout_trainer.settings.recipe import dump_recipe
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 from loopdropout_trainer.training.stopping import TrainingInterrupted
@@ -93,8 +93,8 @@ def quickstart(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
     """Only the short quickstart draws its figure, and no report does."""
-    monkeypatch.setattr("loopdropout_trainer.printing.find_spec", lambda name: None)
-    monkeypatch.setattr("loopdropout_trainer.plots.save_figure", lambda plot, path: None)
+    monkeypatch.setattr("loopdropout_trainer.jobs.shown_results.find_spec", lambda name: None)
+    monkeypatch.setattr("loopdropout_trainer.reports.plots.save_figure", lambda plot, path: None)
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_plan_counts_parameters_of_chosen_modules(model, tmp_path):
 
 def test_wrong_modules_end_a_dry_run_before_the_data(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "loopdropout_trainer.training_data.load_examples", lambda *args: pytest.fail("the data are prepared")
+        "loopdropout_trainer.jobs.training_data.load_examples", lambda *args: pytest.fail("the data are prepared")
     )
     for modules, message in {
         "q_prj": "must be modules of the model, such as down_proj, .*, got q_prj. Did you mean 'q_proj'?",
@@ -486,7 +486,9 @@ def test_other_number_of_processes_is_not_continued(quickstart, copy, no_steps, 
     record(state.parent)
     words = (WORDS, "--output_dir", copy, "--resume_from_checkpoint true")
     assert f"continues   {state.parent}\n" in run(*words, "--dry_run true")
-    monkeypatch.setattr("loopdropout_trainer.training_data.load_examples", lambda *args: pytest.fail("data is loaded"))
+    monkeypatch.setattr(
+        "loopdropout_trainer.jobs.training_data.load_examples", lambda *args: pytest.fail("data is loaded")
+    )
     with user_error("checkpoint-2 was .*: `num_processes` changed from 2 to 1. Continue it with 2 processes, or "):
         run(*words)
 
@@ -614,7 +616,7 @@ def test_documented_own_rule_trains(file, setting, words, p, tmp_path, monkeypat
     (tmp_path / "mine.yaml").write_text(f"extends: quickstart.yaml\n{setting}\n")
     command = command.replace("quickstart.yaml", str(tmp_path / "mine.yaml"))
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("loopdropout_trainer.recipe.IMPORTED", [])
+    monkeypatch.setattr("loopdropout_trainer.settings.recipe.IMPORTED", [])
     with patch.dict(RULES):
         text = run(command, words, ONLY_TRAIN, "--output_dir", tmp_path / "run")
         with user_error(r"`p` must be one drop probability for all loops with this rule, got \[0\.1, "):

@@ -10,9 +10,9 @@ from dataclasses import fields
 import pytest
 
 from helpers.files import ROOT, load_script, write_lines
-from loopdropout_trainer import recipe
 from loopdropout_trainer.data import PREPARATIONS, DataArguments, Preparation, caching, load_datasets
 from loopdropout_trainer.data.files import load_rows
+from loopdropout_trainer.settings import recipe
 from loopdropout_trainer.tokenizers import load_tokenizer, set_chat_template
 
 

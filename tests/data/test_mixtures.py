@@ -26,8 +26,8 @@ from loopdropout_trainer.data.holding_out import interleave
 from loopdropout_trainer.data.mixing import Losses
 from loopdropout_trainer.data.saved_prompts import find_prompts
 from loopdropout_trainer.data.sources import describe_data
-from loopdropout_trainer.example_plan import count_packed_rows
-from loopdropout_trainer.results import read_recipe, read_results, read_run
+from loopdropout_trainer.jobs.example_plan import count_packed_rows
+from loopdropout_trainer.results.run_files import read_recipe, read_results, read_run
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import load_tokenizer
 

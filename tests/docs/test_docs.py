@@ -18,7 +18,7 @@ import loopdropout_trainer
 from helpers.files import ROOT, write_lines
 from helpers.processes import Program, python
 from loopdropout_trainer.looped import FAMILIES, SUPPORTED
-from loopdropout_trainer.recipe import load_recipe
+from loopdropout_trainer.settings.recipe import load_recipe
 from loopdropout_trainer.training.config import (
     GateConfig,
     LoopDropoutConfig,

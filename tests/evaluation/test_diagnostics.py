@@ -19,15 +19,15 @@ from helpers.tiny import TINY, tiny_hrm, tiny_ouro, with_adapter
 from loopdropout_trainer import diagnostics, use_gates
 from loopdropout_trainer.diagnostics import curvature, depth_matrix, label_batches, readouts, single_loop
 from loopdropout_trainer.evaluation import own_benchmark
-from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import add_gates
-from loopdropout_trainer.results import read_results, write_results
+from loopdropout_trainer.reports.frames import load_results
+from loopdropout_trainer.reports.tables import split_reductions
+from loopdropout_trainer.results.run_files import read_results, write_results
+from loopdropout_trainer.results.sweep_folder import update_summary
 from loopdropout_trainer.saving import loading
 from loopdropout_trainer.saving.loading import save_adapter_metadata
-from loopdropout_trainer.sweeps import update_summary
-from loopdropout_trainer.tables import split_reductions
 
 
 LOOPS = ["loop 1", "loop 2", "loop 3", "loop 4"]

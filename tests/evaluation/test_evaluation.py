@@ -26,9 +26,9 @@ from loopdropout_trainer.diagnostics import answer_decomposition
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, own_benchmark, scorers
 from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
 from loopdropout_trainer.evaluation.plan import Setting, print_evaluation_plan
-from loopdropout_trainer.measuring import evaluate as measure_tasks
-from loopdropout_trainer.printing import print_evaluation
-from loopdropout_trainer.results import read_results
+from loopdropout_trainer.jobs.measuring import evaluate as measure_tasks
+from loopdropout_trainer.reports.printing import print_evaluation
+from loopdropout_trainer.results.run_files import read_results
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
 
@@ -267,7 +267,7 @@ def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
     rows = write_lines(tmp_path / "rows.jsonl", CAPITALS)
     fields = {"output_type": "generate_until", "doc_to_text": "{{country}}:", "doc_to_target": "{{capital}}"}
     path = write_task(tmp_path / "mine.yaml", rows, task="mine", **fields)
-    with user_error("can run code.* Allow it first by `loopdropout_trainer.recipe.import_files"):
+    with user_error("can run code.* Allow it first by `loopdropout_trainer.settings.recipe.import_files"):
         load_benchmarks([path])
     monkeypatch.setattr(loading, "IMPORTED", [path])
     (task,) = load_benchmarks([path])

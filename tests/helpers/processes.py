@@ -46,7 +46,7 @@ TRAINING = [
     "helpers.trainers",
     "loopdropout_trainer.diagnostics",
     "loopdropout_trainer.evaluation",
-    "loopdropout_trainer.job",
+    "loopdropout_trainer.jobs.job",
     "loopdropout_trainer.training.sft",
     "deepspeed",
 ]

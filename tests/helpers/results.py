@@ -1,8 +1,8 @@
 """The results that a training script writes, derived from its recipe."""
 
-from loopdropout_trainer.arguments import SFTArguments
-from loopdropout_trainer.recipe import build
-from loopdropout_trainer.runs import Run
+from loopdropout_trainer.jobs.runs import Run
+from loopdropout_trainer.settings.arguments import SFTArguments
+from loopdropout_trainer.settings.recipe import build
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 

@@ -31,11 +31,11 @@ from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.integrations import register_vllm_models
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.models.layers import Attention
-from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.merging import export_authors_format
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.saving.source import find_source, read_model_config
 from loopdropout_trainer.serving import vllm_command
+from loopdropout_trainer.settings.recipe import name_words, parse
 from loopdropout_trainer.tokenizers import end_tokens, load_tokenizer
 
 

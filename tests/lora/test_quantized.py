@@ -11,7 +11,7 @@ from helpers.files import ROOT, load_script
 from helpers.tiny import tiny_ouro, trained_parameters, with_adapter
 from helpers.trainers import assert_same_weights
 from loopdropout_trainer import LoopDropoutSFTTrainer, load_model, merge_and_save
-from loopdropout_trainer.recipe import dump_recipe, load_recipe
+from loopdropout_trainer.settings.recipe import dump_recipe, load_recipe
 
 
 pytest.importorskip("bitsandbytes")

@@ -17,13 +17,13 @@ from helpers.files import GOLDEN, ROOT, SAMPLES, load_script, write_lines
 from helpers.tiny import trained_parameters
 from helpers.trainers import Recorder
 from loopdropout_trainer import LoopDropoutConfig, default_peft_config
-from loopdropout_trainer.arguments import ModelArguments
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets
 from loopdropout_trainer.evaluation import own_benchmark, scorers
 from loopdropout_trainer.evaluation.loading import TASKS
 from loopdropout_trainer.gates import LoopDropout
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.recipe import load_recipe, parse
+from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.settings.recipe import load_recipe, parse
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 

@@ -13,8 +13,8 @@ from scipy import stats
 from helpers.files import ROOT, write_lines
 from helpers.processes import Program
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.recipe import dump_recipe
-from loopdropout_trainer.results import write_results
+from loopdropout_trainer.results.run_files import write_results
+from loopdropout_trainer.settings.recipe import dump_recipe
 
 
 sys.path.insert(0, str(ROOT / "docs/replication"))

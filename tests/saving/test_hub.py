@@ -23,10 +23,10 @@ from helpers.tiny import TINY, tiny_hrm, tiny_ouro, with_adapter
 from helpers.tokenizer import byte_tokenizer
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_adapter, load_model, use_gates
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.jobs.plan import describe_push
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import OuroForCausalLM
-from loopdropout_trainer.plan import describe_push
-from loopdropout_trainer.results import write_results
+from loopdropout_trainer.results.run_files import write_results
 from loopdropout_trainer.saving.cards import name_repository, write_model_card
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.loading import save_adapter_metadata

@@ -13,8 +13,8 @@ from helpers.tiny import with_adapter
 from loopdropout_trainer import load_model
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import read_json_object
-from loopdropout_trainer.frames import load_results
-from loopdropout_trainer.results import read_run
+from loopdropout_trainer.reports.frames import load_results
+from loopdropout_trainer.results.run_files import read_run
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 from loopdropout_trainer.saving.integrity import CHECKSUMS_FILE, find_damage, saving
 from loopdropout_trainer.saving.metadata import write_metadata

@@ -17,17 +17,20 @@ from helpers.files import ROOT
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
-terminal | errors renames arithmetic plots memory published bounds | reruns
-files limits gate_state gate_texts gates library_fields read_yaml rewards field_hints
-looped fields means | help lora arguments tokenizers field_values | recipe
-models data results training_results handle | sweeps | run_times prompts recipe_changes result_choice evaluation_costs
-saving generation diagnostics imported_code
-training integrations comparing unfinished result_codes | evaluation progress serving
-lm_eval cli runs run_training workers sweep_methods sweep_scores sweep_code costs | paper_costs
-plan example_plan frames measuring
-training_data
-tables sweep_plan final_results | figures table_files loss_tables
-printing figure_files | saved_tables job sweep_summary sweep_losses | __main__
+arithmetic memory renames terminal
+errors
+files gates limits reruns rewards
+gate_state tokenizers
+looped means
+lora models settings
+data generation handle | cli
+integrations prompts results | __main__
+diagnostics saving
+reports serving training
+costs
+evaluation
+jobs lm_eval
+sweeps
 """
 """From the ground up. A module imports modules of its own folder and of the floors below its own."""
 BASE = {"errors", "renames"}
@@ -59,6 +62,44 @@ def test_imports_point_down():
     for place, name, path in imports():
         assert floor_of[name] < floor_of[place], path
         assert name in APART.get(place, {name}), path
+
+
+class ImportsOfFolder(ast.NodeVisitor):
+    """Collect the modules of a folder that a module of it imports, except for annotations."""
+
+    def __init__(self, folder):
+        self.prefix, self.found = f"{PACKAGE.name}.{folder}.", set()
+
+    def visit_If(self, node):
+        if ast.unparse(node.test) != "TYPE_CHECKING":
+            self.generic_visit(node)
+
+    def visit_ImportFrom(self, node):
+        if (node.module or "").startswith(self.prefix):
+            self.found.add(node.module.removeprefix(self.prefix))
+
+
+def find_circle(imported, path):
+    """Return the modules of a circle of imports that `path` leads to, or None."""
+    for name in sorted(imported[path[-1]]):
+        if name in path:
+            return [*path[path.index(name) :], name]
+        circle = find_circle(imported, [*path, name])
+        if circle is not None:
+            return circle
+    return None
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
+def test_imports_inside_of_a_folder_have_no_circle(folder):
+    imported = {}
+    for path in (PACKAGE / folder).glob("*.py"):
+        visitor = ImportsOfFolder(folder)
+        visitor.visit(ast.parse(path.read_text()))
+        imported[path.stem] = visitor.found
+    for name in imported:
+        circle = find_circle(imported, [name])
+        assert circle is None, " -> ".join(circle)
 
 
 def count_code(text):

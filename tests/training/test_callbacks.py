@@ -13,14 +13,14 @@ from helpers.errors import user_error
 from helpers.trainers import Recorder, assert_same_weights, logged
 from loopdropout_trainer import LoopDropoutSFTTrainer, use_depth
 from loopdropout_trainer.gates.depth import sample_depth
+from loopdropout_trainer.jobs.progress import JobProgressCallback, SampleCompletionsCallback
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback
-from loopdropout_trainer.results import read_results
+from loopdropout_trainer.results.run_files import read_results
+from loopdropout_trainer.results.training_results import training_results
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.terminal import format_value
 from loopdropout_trainer.training import stopping
 from loopdropout_trainer.training.stopping import TrainingInterrupted
-from loopdropout_trainer.training_results import training_results
 
 
 EXACT = {"adam_epsilon": 1e-3, "max_grad_norm": 0}

@@ -16,7 +16,7 @@ from trl import DPOConfig, GRPOConfig, SFTConfig
 from helpers.errors import user_error
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 from loopdropout_trainer.gates import ExactlyM, GateRule, LoopDropout
-from loopdropout_trainer.training_results import training_recipe
+from loopdropout_trainer.results.training_results import training_recipe
 
 
 @pytest.mark.parametrize(("p", "same"), [(0.25, 0.25), ([0.25], 0.25), ([0.1, 0.2, 0.3, 0.4], (0.1, 0.2, 0.3, 0.4))])

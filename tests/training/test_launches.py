@@ -8,7 +8,7 @@ import pytest
 
 from helpers.files import ROOT
 from helpers.processes import Program, free_port, wait_for
-from loopdropout_trainer.results import read_run
+from loopdropout_trainer.results.run_files import read_run
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 
 

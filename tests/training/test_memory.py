@@ -7,13 +7,13 @@ import pytest
 import yaml
 
 from helpers.files import ROOT, load_script
-from loopdropout_trainer.arguments import ScriptArguments
-from loopdropout_trainer.costs import ASSUMED_SHARE, MEASURED_SHARE, PEAK_FLOPS
-from loopdropout_trainer.evaluation_costs import count_answers
+from loopdropout_trainer.costs.evaluations import count_answers
+from loopdropout_trainer.costs.paper import _load_own_recipe, describe_paper_costs, find_paper_cost
+from loopdropout_trainer.costs.published import PAPER_COSTS, PUBLISHED_TASKS
+from loopdropout_trainer.costs.trainings import ASSUMED_SHARE, MEASURED_SHARE, PEAK_FLOPS
 from loopdropout_trainer.memory import count_operations, estimate_memory
-from loopdropout_trainer.paper_costs import _load_own_recipe, describe_paper_costs, find_paper_cost
-from loopdropout_trainer.published import PAPER_COSTS, PUBLISHED_TASKS
-from loopdropout_trainer.recipe import load_recipe
+from loopdropout_trainer.settings.arguments import ScriptArguments
+from loopdropout_trainer.settings.recipe import load_recipe
 
 
 SHAPES = load_script("benchmarks/memory.py").SHAPES

@@ -35,11 +35,11 @@ from loopdropout_trainer import (
     register_rule,
     use_gates,
 )
-from loopdropout_trainer.arguments import AdapterArguments
 from loopdropout_trainer.gate_state import GatedBatch
 from loopdropout_trainer.gates import ExactlyM, make_rule
 from loopdropout_trainer.lora import adapted_layers
-from loopdropout_trainer.recipe import load_recipe
+from loopdropout_trainer.settings.arguments import AdapterArguments
+from loopdropout_trainer.settings.recipe import load_recipe
 
 
 LAYER_0 = ["model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_proj"]

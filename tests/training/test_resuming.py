@@ -26,6 +26,7 @@ from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, defaul
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.results.training_results import saved_step
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint
 from loopdropout_trainer.saving.checkpoints import list_checkpoints, newest_checkpoint
 from loopdropout_trainer.saving.integrity import record
@@ -33,7 +34,6 @@ from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.evaluation_fields import word_of
 from loopdropout_trainer.training.resuming import digest_rule
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, first_signal
-from loopdropout_trainer.training_results import saved_step
 
 
 def die_at(place, event):

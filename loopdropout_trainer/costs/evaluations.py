@@ -1,0 +1,99 @@
+"""The largest numbers of problems and of generated tokens of the evaluations of trainings, before the tasks are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from loopdropout_trainer.costs.published import PUBLISHED_TASKS, PublishedTask
+from loopdropout_trainer.data.arguments import count_held_out
+from loopdropout_trainer.data.preparations import SCORED_LIKE
+from loopdropout_trainer.results.run_files import DEVELOPMENT
+from loopdropout_trainer.settings.arguments import ScriptArguments
+
+
+HOW_TO_TIME = "not timed: `loopdropout evaluate` with `--benchmark_limit 64 --output_dir outputs/try` prints a time"
+"""Way to measure the time, which depends on the device and on the lengths of the answers."""
+
+DEFAULT_MAX_NEW_TOKENS = 256
+"""Largest number of tokens of an answer to a task that does not say it, in lm-eval and in own benchmarks."""
+
+
+class Answers(NamedTuple):
+    """Largest numbers of problems and of generated tokens, and the tasks whose problems are not known yet."""
+
+    num_problems: int = 0
+    num_tokens: int = 0
+    uncounted: frozenset[str] = frozenset()
+
+    def times(self, number: int) -> Answers:
+        """Return the numbers of several equal evaluations."""
+        return Answers(self.num_problems * number, self.num_tokens * number, self.uncounted)
+
+    def describe(self, whose: str = "") -> str:
+        """Return the numbers for a plan, or "" without any task. `whose`: end of the line, such as ", without others"."""
+        parts = []
+        if self.num_problems:
+            parts.append(f"at most {self.num_problems:,} problems and {self.num_tokens:,} generated tokens{whose}")
+        if self.uncounted:
+            names = ", ".join(sorted(self.uncounted))
+            parts.append(f"not counted before its problems are loaded: {names}")
+        return "\n".join(parts)
+
+
+def add_answers(parts: Iterable[Answers]) -> Answers:
+    """Return the sum of several evaluations."""
+    parts = [*parts]
+    return Answers(
+        sum(part.num_problems for part in parts),
+        sum(part.num_tokens for part in parts),
+        frozenset().union(*(part.uncounted for part in parts)),
+    )
+
+
+def count_answers(options: ScriptArguments, recipe: Mapping[str, Any], depth: int | None) -> Answers:
+    """Return the numbers of the evaluations after a training: all tasks, and the first one at other depths and in one loop.
+
+    Args:
+        options: Steps after the training.
+        recipe: Recipe of the training.
+        depth: Recurrence depth K of the training, or None if it is not known.
+    """
+    tasks = [_count_task(name, options, recipe) for name in options.benchmarks or ()]
+    num_settings = sum(other != depth for other in options.eval_num_loops or ())
+    if options.single_loop_accuracy:
+        num_settings += depth or 0
+    if tasks:
+        tasks.append(tasks[0].times(num_settings))
+    return add_answers(tasks)
+
+
+def _count_task(name: str, options: ScriptArguments, recipe: Mapping[str, Any]) -> Answers:
+    """Return the numbers of one evaluation on a task. A wrong value gives none, because loading the task raises its error."""
+    own_benchmarks, limit = options.own_benchmarks or {}, options.benchmark_limit
+    scored_like = SCORED_LIKE.get(str(recipe.get("preparation")))
+    if name in own_benchmarks:
+        task = _find_own_task(own_benchmarks[name], limit)
+    elif name == DEVELOPMENT and scored_like is not None:
+        task = PUBLISHED_TASKS[scored_like]._replace(num_problems=count_held_out(recipe))
+    elif name.startswith("arithmetic_") and name in PUBLISHED_TASKS and limit is not None:
+        task = PUBLISHED_TASKS[name]._replace(num_problems=limit)  # the problems are generated
+    else:
+        task = PUBLISHED_TASKS.get(name)
+    if task is None or not task.num_problems:
+        return Answers(uncounted=frozenset([name]))
+    number = task.num_problems
+    if limit is not None:
+        number = min(number, limit * task.num_parts)  # the limit is one of each task of a group
+    return Answers(number, number * task.max_new_tokens)
+
+
+def _find_own_task(fields: Any, limit: int | None) -> PublishedTask | None:
+    """Return the size of an own benchmark by its fields, or None if only its files say it."""
+    if not isinstance(fields, Mapping) or limit is None:
+        return None
+    like = PUBLISHED_TASKS.get(str(fields.get("like")))
+    length = fields.get("max_new_tokens")
+    if length is None:
+        length = like.max_new_tokens if like else DEFAULT_MAX_NEW_TOKENS
+    return PublishedTask(limit, length) if isinstance(length, int) else None

@@ -1,0 +1,411 @@
+"""The job of a training script: the trainings, measurements and files of its runs.
+
+A job trains the rule of its recipe, and the rules of `compare_with` in subfolders. Each of them is a run. Libraries that only
+trainings and measurements need are imported in the functions, so that mistakes in a recipe are found within seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopdropout_trainer.data import DataArguments, LeftOut
+from loopdropout_trainer.data.files import check_files
+from loopdropout_trainer.errors import UserError, count, is_unreachable
+from loopdropout_trainer.files import lock_folder
+from loopdropout_trainer.jobs.example_plan import describe_left_out, describe_loaded
+from loopdropout_trainer.jobs.measuring import evaluate, measure
+from loopdropout_trainer.jobs.plan import (
+    describe_plan,
+    describe_trained,
+    print_next_commands,
+    read_trainings,
+    write_plan,
+)
+from loopdropout_trainer.jobs.run_training import load_trained, name_device, train_new
+from loopdropout_trainer.jobs.runs import Run, describe_further
+from loopdropout_trainer.jobs.training_data import load_training_examples, load_training_tokenizer
+from loopdropout_trainer.results.imported_code import describe_accepted, describe_imports
+from loopdropout_trainer.results.run_files import DEVELOPMENT, RECIPE_FILE, write_run
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop
+from loopdropout_trainer.saving.integrity import adapter_patterns
+from loopdropout_trainer.saving.integrity import record as record_files
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
+from loopdropout_trainer.settings.recipe import build, dump_recipe, override
+from loopdropout_trainer.training.distributed import check_devices
+
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
+    from lm_eval.api.group import Group
+    from lm_eval.api.task import Task
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+
+    from loopdropout_trainer.costs.trainings import Training
+    from loopdropout_trainer.data import LoadedExamples
+    from loopdropout_trainer.jobs.progress import JobProgressCallback
+    from loopdropout_trainer.training.config import GateConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+class Job:
+    """The runs of a training script.
+
+    Args:
+        settings: Settings that the dataclasses were made from, by `read_settings`. They are the recipe of the first run.
+        script: Steps around the training.
+        model: Base model.
+        adapter: New adapter, or the adapter that the training starts from.
+        data: Source of the examples.
+        training: Settings of the training.
+
+    Attributes:
+        runs: The runs. The first one is the rule of the recipe.
+        starts_over: Whether the user has set `resume_from_checkpoint` to false.
+        conflict: Message of a dry run about a folder that keeps a run from starting, or None.
+        trainings, plan: What the costs of the runs depend on, and the texts of the plan by title, in the process that prints.
+        loaded: Examples, from `load_data`.
+        tasks: Tasks to evaluate, from `load_tasks`.
+        references: Problems of `diagnose_task` with their solutions, from `load_tasks`.
+
+    Raises:
+        UserError: If settings exclude each other, or the folder of a run holds another run.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        *,
+        script: ScriptArguments,
+        model: ModelArguments,
+        adapter: AdapterArguments,
+        data: DataArguments,
+        training: GateConfig,
+    ) -> None:
+        self.script_args, self.model_args, self.adapter_args = script, model, adapter
+        self.data_args, self.args = data, training
+        _check_pushes(script, training)
+        template = getattr(training, "chat_template_path", None)  # of SFT in Python
+        if template is not None:
+            raise UserError(f"`chat_template` must be set instead of `chat_template_path`, got {template!r}.")
+        check_trackers(training.report_to)
+        check_devices(training)
+        check_files(data.files)
+        # Somebody may repeat the run from its `recipe.yaml`. Whether to resume is decided at each start: `false` from the
+        # recipe would discard the checkpoints of an interrupted repetition.
+        unsaved = ("hub_token", "resume_from_checkpoint")
+        recipe = {name: value for name, value in settings.items() if name not in unsaved}
+        is_decided = settings.get("resume_from_checkpoint") is not None
+        self.starts_over = is_decided and not training.resume_from_checkpoint
+        self.runs = [Run(script, training, recipe, self.starts_over)]
+        for rule in script.compare_with or ():
+            if rule != training.rule:
+                self.runs.append(self._compared_run(rule, recipe))
+        for run in self.runs:
+            run.check()
+            run.args.run_name = f"{run.title}, {run.args.run_name or f'seed {run.args.seed}, {run.args.output_dir}'}"
+            run.args.resume_from_checkpoint = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
+        conflicts = [run.find_conflict() for run in self.runs]
+        self.conflict = next(filter(None, conflicts), None)  # of the first run that has one
+        if self.conflict is not None and not script.dry_run:
+            raise UserError(self.conflict)
+        self.tasks: list[Task | Group] = []
+        self.references: list[dict[str, str]] = []
+        self.progress: JobProgressCallback | None = None
+        self.trainings: list[Training] = []
+        self.plan: dict[str, str] = {}
+        self.loaded: LoadedExamples | None = None
+        if training.process_index == 0:
+            self.trainings = read_trainings(self.runs, model, adapter)
+            self.plan = describe_plan(self.runs, model, adapter, self.trainings)
+
+    def _compared_run(self, rule: str, recipe: dict) -> Run:
+        """Return the run of a rule of `compare_with`, in a subfolder."""
+        changes = {
+            "rule": rule,
+            "output_dir": f"{self.args.output_dir}/{rule}",
+            "compare_with": None,
+            "evaluate_base": False,  # the first run has the results
+        }
+        shared = {name: value for name, value in recipe.items() if name not in names_of("output")}
+        own_recipe = override(shared, changes)
+        resumption = {"resume_from_checkpoint": "true"} if self.args.resume_from_checkpoint else {}
+        script_args, args = build([type(self.script_args), type(self.args)], {**own_recipe, **resumption})
+        return Run(script_args, args, own_recipe, self.starts_over)
+
+    def end_dry_run(self) -> None:
+        """End a dry run, which has printed the plan and has written nothing.
+
+        Raises:
+            UserError: If the same command without `dry_run` would not start, because of the files in a folder.
+        """
+        if self.conflict is not None:
+            raise UserError(self.conflict)
+
+    # Data
+
+    def load_data(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> DatasetDict:
+        """Load the examples as `load_datasets` does, and print the plan with the numbers of examples and steps.
+
+        A mistake in the data is an error before any line of the plan. Only the examples that are left out are printed then,
+        with the reason, because it may be why too few are left.
+        """
+        left_out: list[LeftOut] = []
+        try:
+            with self._plan_without_network():
+                loaded = load_training_examples(self.data_args, self.args, tokenizer, max_length, left_out)
+        except BaseException:
+            if left_out and self.args.process_index == 0:
+                print(*describe_left_out(left_out), sep="\n", flush=True)
+            raise
+        if self.plan:
+            self.plan |= describe_loaded(loaded, left_out, self.data_args, self.args, self.trainings)
+            print(*write_plan(self.plan), sep="\n", flush=True)
+        self._hint_at_evaluation(loaded.datasets)
+        self.loaded = loaded
+        return loaded.datasets
+
+    @contextmanager
+    def _plan_without_network(self) -> Iterator[None]:
+        """Print the plan if the block cannot reach the Hub, because the plan needs no network. Mistakes come without it."""
+        try:
+            yield
+        except UserError as error:
+            if is_unreachable(error) and self.plan:
+                print(*write_plan(self.plan), sep="\n", flush=True)
+            raise
+
+    def _hint_at_evaluation(self, datasets: DatasetDict) -> None:
+        """Log that the training is not evaluated on the held-out examples that the user has asked for, and no task is."""
+        recipe, options = self.runs[0].recipe, self.script_args
+        is_asked_for = recipe.get("num_eval_examples") or recipe.get("eval_files")
+        is_used = DEVELOPMENT in (options.benchmarks or ()) or getattr(options, "single_loop_batches", 0)
+        is_chosen = recipe.get("eval_strategy") is not None
+        if is_asked_for and not is_used and not is_chosen and self.args.process_index == 0:
+            logger.warning(
+                "`eval_strategy` is not set, so the training is not evaluated on its %s. Set it to steps or epoch.",
+                count(len(datasets["eval"]), "held-out example"),
+            )
+
+    def load_tasks(self, held_out: Any) -> None:
+        """Load the tasks to evaluate and the reference solutions to score.
+
+        Args:
+            held_out: Held-out examples, which the task `development` asks, or None.
+        """
+        from loopdropout_trainer.diagnostics import reference_examples
+        from loopdropout_trainer.evaluation import check_programs, load_benchmarks
+
+        options = self.script_args
+        sources = {
+            "own_benchmarks": options.own_benchmarks,
+            "revisions": options.benchmark_revisions,
+            "limit": options.benchmark_limit,
+            "preparation": self.runs[0].recipe.get("preparation"),
+            "held_out": held_out,
+        }
+        self.tasks = load_benchmarks(options.benchmarks or (), **sources)
+        check_programs(self.tasks, options.allow_unsafe_code)
+        diagnosed = getattr(options, "diagnose_task", None)  # only `sft` has the field
+        if diagnosed:
+            self.references = reference_examples(load_benchmarks([diagnosed], **sources)[0])
+
+    # Trainings
+
+    def run(self, make_trainer: Callable[[Run], Trainer], held_out: Any = None) -> None:
+        """Train, save and measure each run that is not finished. Then print the results and the next commands.
+
+        Args:
+            make_trainer: Function that returns the trainer of a run.
+            held_out: Held-out examples, which the task `development` asks, or None.
+        """
+        self.load_tasks(held_out)
+        self._say_what_is_trained()
+        for run in self.unfinished():
+            trainer = make_trainer(run)
+            self.train(trainer, run)
+            self.save(trainer, run)
+            measure(trainer, run, self.tasks, self.references)
+            self.finish_run(trainer, run)
+        if self.args.process_index == 0:
+            from loopdropout_trainer.jobs.shown_results import show_results
+
+            show_results(self.runs)
+            print_next_commands(self.runs)
+        self.push()
+
+    def _say_what_is_trained(self) -> None:
+        """Print which runs are not trained, because their training has ended before, and how to train them again."""
+        folders = describe_trained(self.runs)
+        if folders and self.args.process_index == 0:
+            print(
+                f"Nothing is trained in {folders}, because the training there has ended before."
+                f"{describe_further(self.runs)} To train again, set another `output_dir`, or remove the "
+                "folder (its results are lost).",
+                flush=True,
+            )
+
+    def unfinished(self) -> Iterator[Run]:
+        """Yield the runs that are not trained, or not measured as their recipe says. Their folders are locked meanwhile."""
+        for run in self.runs:
+            with ExitStack() as stack:
+                if self.args.process_index == 0:  # the only process that writes there
+                    stack.enter_context(lock_folder(run.args.output_dir))
+                if not run.is_complete:
+                    yield run
+
+    def load_model(self, run: Run) -> PreTrainedModel | PeftModel:
+        """Load the base model of a run, with the adapter that the training starts from, if there is one.
+
+        `model_init_kwargs` of the run override the settings of the model.
+        """
+        from loopdropout_trainer.saving.loading import load_adapter, load_model
+
+        load_kwargs = {**self.model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
+        model = load_model(self.model_args.model_name_or_path, **load_kwargs)
+        adapter = self.adapter_args.adapter_name_or_path
+        if adapter is None:
+            return model
+        return load_adapter(model, adapter, is_trainable=True)
+
+    def train(self, trainer: Trainer, run: Run) -> None:
+        """Evaluate the base model, train an adapter, and write the results of the training.
+
+        An adapter that is already trained is loaded instead.
+        """
+        from loopdropout_trainer.jobs.progress import JobProgressCallback
+
+        trainer.method, trainer.recipe = run.title, run.recipe
+        trainer.saved_facts |= {**self.loaded.prompts, "prompt_template": self.data_args.prompt_format}
+        if run.script_args.evaluate_base:
+            with trainer.model.disable_adapter():
+                evaluate(trainer, run, self.tasks)
+        if self.progress is None:
+            num_trainings = sum(not run.is_trained for run in self.runs)
+            self.progress = JobProgressCallback(num_trainings)
+        self.progress.attach(trainer, run.title)
+        folder = Path(trainer.args.output_dir)
+        is_trained = run.is_trained  # by the former recipe in the folder, which is replaced now
+        if trainer.is_world_process_zero():
+            code = describe_imports(run.recipe, trainer.model, folder if is_trained else None)
+            comments = describe_accepted(code["accepted_imports"])
+            dump_recipe(
+                {"command": run.args.command, **run.recipe}, folder / RECIPE_FILE, comments, code["used_imports"]
+            )
+            if not is_trained:
+                run.remove_checkpoints_of_other_code()
+                if self.loaded.sources:
+                    code["trained_shares"] = self.loaded.trained_shares
+            write_run(folder, status="trained" if is_trained else "training", **code)
+        if is_trained:
+            load_trained(trainer, folder)
+        else:
+            try:
+                train_new(trainer, folder)
+            finally:
+                self.progress.close()
+
+    def save(self, trainer: Trainer, run: Run) -> None:
+        """Save a new adapter with its training settings, its card and the state of its training.
+
+        Add a file of an adapter here, or in `save_model` if other training programs are to write it, too.
+        """
+        from loopdropout_trainer.training.resuming import describe_data
+
+        if run.is_trained:
+            return
+        trainer.save_model()
+        trainer.save_state()
+        if trainer.is_world_process_zero():
+            # A finished run is measured further with its adapter and the state of its training.
+            record_files(trainer.args.output_dir, [*adapter_patterns(trainer.model.peft_config), STATE_FILE])
+            write_run(
+                trainer.args.output_dir,
+                status="trained",
+                stopped_early_at=find_early_stop(trainer.state),
+                model_revision=trainer.looped.trained_with.get("base_revision"),
+                training_data=describe_data(trainer.callback_handler.train_dataloader.dataset),
+                device=name_device(trainer.args.device),
+                num_processes=trainer.args.world_size,
+            )
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer of the base model, with the recipe's chat template and end token."""
+        with self._plan_without_network():
+            return load_training_tokenizer(self.model_args, self.args)
+
+    # After the training
+
+    def finish_run(self, trainer: Trainer, run: Run) -> None:
+        """Write and push the card with the results and, if `merge` is set, the merged model. Mark the run as finished."""
+        from loopdropout_trainer.jobs.progress import finish_run
+        from loopdropout_trainer.saving.cards import read_card_fields, write_model_card
+        from loopdropout_trainer.saving.merging import merge_and_save
+        from loopdropout_trainer.saving.pushing import explain_push, find_command, name_on_card, push_run
+
+        folder = Path(trainer.args.output_dir)
+        if not trainer.is_world_process_zero():
+            return
+        card = read_card_fields(folder)
+        write_model_card(folder, trainer.model, **card)
+        if run.script_args.merge:
+            merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card)
+        finish_run(trainer, card["results"])
+        if trainer.args.push_to_hub:  # the training has pushed the adapter without its measurements
+            name, args = trainer.hub_model_id, trainer.args
+            command = find_command(folder, name, args.hub_revision, args.hub_private_repo)
+            retry = f"push again with `{command}`"
+            explained = explain_push(name, f"The adapter is saved in {folder}.", args.hub_token, retry)
+            with explained, name_on_card(folder, name, args.hub_revision):
+                commit = push_run(
+                    folder, name, trainer.model.peft_config, token=args.hub_token, branch=args.hub_revision
+                )
+            print(f"Pushed to {commit.repo_url}")
+        write_run(folder)
+
+    def push(self) -> None:
+        """Push the merged model if `push_merged_to_hub` is set."""
+        from loopdropout_trainer.saving.merging import push_merged_to_hub
+
+        if self.args.process_index == 0 and self.script_args.push_merged_to_hub:
+            folder, args = Path(self.args.output_dir, "merged"), self.args
+            address = push_merged_to_hub(
+                folder,
+                args.hub_model_id,
+                token=args.hub_token,
+                private=args.hub_private_repo,
+                revision=args.hub_revision,
+            )
+            print(f"Pushed to {address}")
+
+
+def _check_pushes(script: ScriptArguments, training: GateConfig) -> None:
+    """Raise UserError if the merged model has no repository of its own to be pushed to."""
+    if not script.push_merged_to_hub:
+        return
+    if not training.hub_model_id:
+        raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
+    if training.push_to_hub:
+        raise UserError(
+            "Set either `push_to_hub` or `push_merged_to_hub`, not both, because both push to `hub_model_id`. Push the "
+            "merged model to another repository by `loopdropout merge`."
+        )
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise UserError for a tracker that is unknown or not installed."""
+    if not names:
+        return
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        for tracker in get_reporting_integration_callbacks(names):
+            tracker()
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"`report_to`: {error}") from None

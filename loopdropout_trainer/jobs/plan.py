@@ -1,0 +1,322 @@
+"""The plan of a training script: the lines that it prints before it trains, and the commands for afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from loopdropout_trainer.costs.evaluations import add_answers, count_answers
+from loopdropout_trainer.costs.paper import describe_paper_costs
+from loopdropout_trainer.costs.published import PUBLISHED
+from loopdropout_trainer.costs.trainings import (
+    Training,
+    count_steps,
+    describe_costs,
+    name_epochs,
+    name_trainings,
+)
+from loopdropout_trainer.data.arguments import has_held_out
+from loopdropout_trainer.data.sources import describe_data
+from loopdropout_trainer.errors import UserError, count, is_unreachable
+from loopdropout_trainer.files import model_path
+from loopdropout_trainer.jobs.runs import Run
+from loopdropout_trainer.memory import count_parameters, find_smallest_projection, read_depth
+from loopdropout_trainer.results.run_files import DEVELOPMENT
+from loopdropout_trainer.saving.hub import can_reach_hub, is_hub_name, means_folder
+from loopdropout_trainer.saving.pushing import LOG_IN, find_repository, has_token
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments
+from loopdropout_trainer.terminal import titled
+from loopdropout_trainer.training.evaluation_fields import word_of
+
+
+if TYPE_CHECKING:
+    from loopdropout_trainer.training.config import GateConfig
+
+
+def read_trainings(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments) -> list[Training]:
+    """Return what the costs of each run depend on. The configuration of the base model is read once."""
+    config, rank = read_config(model), find_rank(adapter)
+    return [Training(run.args, run.recipe, model, config, rank) for run in runs]
+
+
+def describe_plan(
+    runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments, trainings: Sequence[Training]
+) -> dict[str, str]:
+    """Return the texts about the model, the trainings, the data, the costs, the steps afterwards, and the checkpoint in use.
+
+    Texts of titles that are left out are "". Those of `examples` and `left out` are known after the data are loaded.
+
+    Args:
+        runs: Runs of the job. The first one is the rule of the recipe.
+        model: Base model.
+        adapter: New adapter, or the adapter that the training starts from.
+        trainings: The runs, from `read_trainings`.
+    """
+    args, recipe = runs[0].args, runs[0].recipe
+    config, rank = trainings[0].config, trainings[0].rank
+    return {
+        "model": describe_model(model, config),
+        "trainings": "\n".join(describe_training(run) for run in runs),
+        "adapter": describe_adapter(runs[0], model, adapter, config, rank),
+        "data": describe_data(recipe),
+        "examples": "",
+        "left out": "",
+        "training": describe_settings(args, recipe.get("num_train_examples")),
+        "device": describe_device(runs[0]),
+        **describe_costs([(training, 1) for training in trainings], name_trainings(len(runs))),
+        "paper": describe_paper_costs([(training, 1) for training in trainings]),
+        "samples": describe_samples(runs[0]),
+        "afterwards": describe_steps_afterwards(runs[0]),
+        "answers": _describe_answers(runs, trainings[0].depth),
+        "trained": describe_trained(runs),
+        "continues": "" if runs[0].is_trained else args.resume_from_checkpoint,
+    }
+
+
+def write_plan(plan: Mapping[str, str]) -> list[str]:
+    """Return the lines of a plan, without titles that have no text."""
+    return [titled(title, text.splitlines()) for title, text in plan.items() if text]
+
+
+def read_config(model: ModelArguments) -> dict[str, Any]:
+    """Return the content of a model's config.json, or an empty dict without a network.
+
+    Of a published model that is not downloaded, it has only the fields that decide its sizes, so that a plan needs no network.
+    """
+    from transformers import PreTrainedConfig
+
+    path, revision = model_path(model.model_name_or_path), model.model_revision
+    with suppress(OSError):  # not downloaded
+        return PreTrainedConfig.get_config_dict(path, revision=revision, local_files_only=True)[0]
+    if path in PUBLISHED:
+        return PUBLISHED[path]
+    if not can_reach_hub():
+        return {}
+    with suppress(OSError):
+        return PreTrainedConfig.get_config_dict(path, revision=revision)[0]
+    return {}
+
+
+def find_rank(adapter: AdapterArguments) -> int | None:
+    """Return the rank of the adapter that is trained, or None if it starts from one on the Hub, which cannot be reached.
+
+    Raises:
+        UserError: If there is no adapter to start from.
+    """
+    name = adapter.adapter_name_or_path
+    if name is None:
+        return adapter.lora_r
+    from loopdropout_trainer.saving.source import find_source
+
+    try:
+        return find_source(name, accept=("adapter",), what="adapter").adapter.read_config().r
+    except UserError as error:
+        is_on_hub = is_hub_name(name) and not means_folder(name)
+        if is_on_hub and is_unreachable(error):  # a plan needs no network
+            return None
+        raise
+
+
+def describe_model(model: ModelArguments, config: Mapping[str, Any]) -> str:
+    """Return the name of a model, its revision and the recurrence depth K."""
+    name = model.model_name_or_path
+    if model.model_revision != "main":
+        name += f" {model.model_revision}"
+    depth = model.num_loops or read_depth(config)
+    if not depth:
+        return f"{name}, at its own depth K"
+    return f"{name}, K = {depth} loops"
+
+
+def describe_training(run: Run) -> str:
+    """Return the method of a run, and the folder of its adapter."""
+    probability = "" if run.args.p is None else f" (p = {run.args.p})"
+    return f"{run.title}{probability} in {run.args.output_dir}"
+
+
+def describe_adapter(
+    run: Run, model: ModelArguments, adapter: AdapterArguments, config: Mapping[str, Any], rank: int | None
+) -> str:
+    """Return the rank, the scale and the number of trained parameters of an adapter, as far as they are known."""
+    if adapter.adapter_name_or_path is not None:
+        start = f"starts from {adapter.adapter_name_or_path}"
+        if rank is None:
+            return start
+        return f"{start}, rank {rank}"
+    from loopdropout_trainer.lora.compatibility import describe_high_rank
+
+    if adapter.lora_target_modules:
+        modules = ", ".join(adapter.lora_target_modules)
+        num_parameters, smallest = measure_modules(model, adapter)
+    else:
+        modules = "all linear projections of the looped layers"
+        num_parameters, smallest = count_parameters(config, rank), find_smallest_projection(config)
+    text = f"new, rank {rank}, alpha {adapter.lora_alpha}, on {modules}"
+    if num_parameters is None:  # then `smallest` is not known either
+        return text
+    if run.args.make_rule().lora_kind == "gated":  # other rules have more parameters
+        text += f", {num_parameters:,} parameters"
+    return f"{text}\n{describe_high_rank([rank], smallest)}".rstrip()
+
+
+def measure_modules(model: ModelArguments, adapter: AdapterArguments) -> tuple[int, int]:
+    """Return the number of parameters of a new adapter on `lora_target_modules`, and the smallest dimension of the modules.
+
+    Raises:
+        UserError: If the model has no such modules, or they are not in the recurrent block.
+    """
+    from peft import get_peft_model
+
+    from loopdropout_trainer.lora import default_peft_config
+    from loopdropout_trainer.lora.compatibility import check_layers, find_smallest_dimension
+    from loopdropout_trainer.saving.loading import load_skeleton
+
+    skeleton = load_skeleton(model.model_name_or_path, model.model_revision)
+    adapted = get_peft_model(skeleton, default_peft_config(skeleton, adapter.peft_config), low_cpu_mem_usage=True)
+    check_layers(adapted)
+    return adapted.get_nb_trainable_parameters()[0], find_smallest_dimension(adapted)
+
+
+def describe_step(args: GateConfig) -> str:
+    """Return the number of rows of an optimizer step, which are examples, or those that examples are packed into."""
+    row = "packed row" if getattr(args, "packing", False) else "example"
+    return f"{count(args.examples_per_step, row)} per step"
+
+
+def describe_settings(args: GateConfig, num_examples: int | None = None) -> str:
+    """Return the length of a training on at most `num_examples`, its batch, learning rate and seed."""
+    parts = [
+        describe_length(args, num_examples),
+        describe_step(args),
+        f"learning rate {args.learning_rate:g}",
+        f"seed {args.seed}",
+    ]
+    return ", ".join([*parts, *describe_early_stop(args)])
+
+
+def describe_early_stop(args: GateConfig) -> list[str]:
+    """Return the part of a line about the early stop of a training, if it has one."""
+    if args.early_stopping_patience is None:
+        return []
+    return [f"early stop after {count(args.early_stopping_patience, 'evaluation')} without a better one"]
+
+
+def describe_length(args: GateConfig, num_examples: int | None = None) -> str:
+    """Return the length of a training, with its steps if its largest number of examples is known before they are loaded."""
+    if args.max_steps > 0:
+        return count(args.max_steps, "step")
+    epochs = name_epochs(args.num_train_epochs)
+    num_steps = count_steps(args, num_examples)
+    if num_steps is None:
+        return epochs
+    return f"{epochs} (at most {count(num_steps, 'step')})"
+
+
+def describe_device(run: Run) -> str:
+    """Return the device of a training, such as "the CPU, no GPU found"."""
+    import torch
+
+    args = run.args
+    if run.recipe.get("use_cpu"):  # transformers sets the field of `args` also if it finds no GPU
+        return "the CPU, as `use_cpu` says"
+    if args.device.type == "cpu":
+        return "the CPU, no GPU found"
+    name = args.device.type
+    if name == "cuda":
+        name = torch.cuda.get_device_name()
+    if args.world_size == 1:
+        return name
+    return f"{args.world_size} processes, the first one on {name}"
+
+
+def describe_samples(run: Run) -> str:
+    """Return which completions are printed during the training, or "" without held-out examples or for DPO and GRPO."""
+    number = getattr(run.script_args, "num_sample_completions", 0)  # only `sft` has the field
+    if not number or not has_held_out(run.recipe):
+        return ""
+    when = "after the last step"
+    if word_of(run.args.eval_strategy) != "no":
+        when = f"at each evaluation and {when}"
+    return f"completions of {count(number, 'held-out prompt')} {when} (`num_sample_completions`)"
+
+
+def describe_steps_afterwards(run: Run) -> str:
+    """Return the steps that follow the training, one in a line."""
+    options, steps = run.script_args, describe_measurements(run.script_args)
+    if options.merge:
+        steps.append("merge")
+    if run.args.push_to_hub or options.push_merged_to_hub:
+        steps.append(describe_push(run.args))
+    return "\n".join(steps) or "nothing is evaluated, because `benchmarks` is not set"
+
+
+def _describe_answers(runs: Sequence[Run], depth: int | None) -> str:
+    """Return the lines about the problems and the generated tokens of all evaluations, or "" without any."""
+    options, recipe = runs[0].script_args, runs[0].recipe
+    answers = [count_answers(options, recipe, depth).times(len(runs))]
+    if options.evaluate_base:
+        answers.append(count_answers(replace(options, eval_num_loops=None, single_loop_accuracy=False), recipe, depth))
+    return add_answers(answers).describe()
+
+
+def describe_push(args: GateConfig) -> str:
+    """Return the repository that is pushed to, its branch and its visibility if they are set, and a missing token."""
+    text = f"push to {find_repository(args)}"
+    if args.hub_model_id is None:
+        text += ", the name of `output_dir`, because `hub_model_id` is not set"
+    if args.hub_revision is not None:
+        text += f", to the branch {args.hub_revision}"
+    if args.hub_private_repo is not None:
+        visibility = "private" if args.hub_private_repo else "public"
+        text += f", {visibility} if the repository is new"
+    if not has_token(args.hub_token):
+        text += f" (no token was found: {LOG_IN[0].lower()}{LOG_IN[1:]})"
+    return text
+
+
+def describe_measurements(options: ScriptArguments) -> list[str]:
+    """Return what is measured after a training."""
+    steps = []
+    if options.benchmarks:
+        step = f"evaluate {', '.join(options.benchmarks)}"
+        if options.benchmark_limit is not None:
+            step += f", at most {options.benchmark_limit:,} problems each"
+        steps.append(step)
+    if options.eval_num_loops:
+        steps.append(f"evaluate {options.benchmarks[0]} at K = {', '.join(map(str, options.eval_num_loops))}")
+    if options.single_loop_accuracy:
+        steps.append(f"evaluate {options.benchmarks[0]} with the adapter in one loop only")
+    if getattr(options, "diagnose_task", None):
+        steps.append(f"measure losses on {options.diagnose_task}")
+    if getattr(options, "single_loop_batches", 0):
+        steps.append("measure losses on held-out examples")
+    return steps
+
+
+def describe_trained(runs: Sequence[Run]) -> str:
+    """Return the folders of the runs that are trained already."""
+    return ", ".join(run.args.output_dir for run in runs if run.is_trained and run.find_other_recipe() is None)
+
+
+def print_next_commands(runs: Sequence[Run]) -> None:
+    """Print commands that use the adapter of the first run."""
+    folder, rule = runs[0].args.output_dir, runs[0].args.make_rule()
+    commands = {"chat": "ask it"}
+    benchmarks = {*(runs[0].script_args.benchmarks or ())} - {DEVELOPMENT}  # which exists in trainings only
+    if benchmarks:  # without one, no task of the package is known to fit the data
+        commands["evaluate"] = "measure its tasks again, or others"
+    else:
+        commands["report"] = "tables of losses and costs (accuracies: add `own_benchmarks`, docs/evaluation.md)"
+    commands["serve"] = "answer over HTTP"
+    if rule.mergeable and not runs[0].script_args.merge:
+        commands["merge"] = "make a model of it"
+    if not runs[0].args.push_to_hub:
+        commands["push"] = "share it on the Hub"
+    print("\nNext:")
+    for command, purpose in commands.items():
+        line = f"loopdropout {command} {folder}"
+        if command == "push":
+            line += " --hub_model_id USER/NAME"
+        print(f"  {line}   # {purpose}")

@@ -1,0 +1,1 @@
+"""What reports show: results as data frames, and their tables, figures and comparisons."""

@@ -1,0 +1,159 @@
+"""Compare the accuracy of runs on the same problems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from loopdropout_trainer.diagnostics import Comparison, compare_answers
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.results.run_files import (
+    DEVELOPMENT,
+    is_of_training,
+    read_own_results,
+    read_run_results,
+    read_samples,
+)
+
+
+PAIRED_SEEDS = "A difference is over the seeds that both methods have"
+"""Begin of the sentence about differences that leave out seeds, in tables and in figures."""
+
+
+def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops: int | None = None) -> Comparison:
+    """Return the accuracy of a run minus the accuracy of another one on the same problems, with a 95% interval and a p-value.
+
+    The interval is over problems, so it does not include the spread over training seeds (`compare_answers`).
+
+    Args:
+        folder: Folder of a run, or of a checkpoint that `evaluate` has measured.
+        baseline: Folder of the run to compare with.
+        task: Task that both were measured on.
+        num_loops: Recurrence depth of both measurements. Default: the depth of the training.
+
+    Raises:
+        UserError: if a run was not measured on the task at this depth, or the problems differ.
+    """
+    samples = read_samples(_find_accuracy(folder, task, num_loops))
+    others = read_samples(_find_accuracy(baseline, task, num_loops))
+    if not have_same_problems(samples, others):
+        raise UserError(
+            f"Both runs must be measured on the same problems of {task}, but {folder} has {len(samples)} and {baseline} has "
+            f"{len(others)} problems, which are not the same. Evaluate both with the same `benchmark_limit`."
+        )
+    return compare_answers(samples, others)
+
+
+def have_same_problems(samples: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    """Return whether the samples of two results are of the same problems in the same order, by their targets."""
+    return [sample.get("target") for sample in samples] == [sample.get("target") for sample in others]
+
+
+def _list_accuracies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the accuracies of an adapter with all gates on, read out after the last loop, whose answers are known."""
+    own = [row for row in rows if row["metric"] == "accuracy" and row["gates"] == "unit" and row.get("samples")]
+    return [row for row in own if row.get("readout") is None]
+
+
+def compare_folders(folders: Sequence[str]) -> pd.DataFrame:
+    """Return the accuracies of runs, and their differences to the last run on the same problems, as `compare_runs` does.
+
+    Held-out examples are left out, because they may have chosen a learning rate.
+
+    Args:
+        folders: Folders of runs. The last one is the baseline.
+
+    Returns:
+        One line for each task, depth and run that was measured there, if the baseline was measured there, too. The index is
+        `task`, `K` and `run`, and the columns are `method`, `seed`, `num_problems`, `accuracy` in %, and `comparison`. It is
+        None for the baseline and for a run with other problems. There is no line if a folder has no accuracies of its
+        own, or those of several adapters.
+    """
+    measured = {folder: _find_comparable(folder) for folder in folders}
+    lines, baseline = [], {}
+    if all(measured.values()):
+        baseline = measured[folders[-1]]
+    for place in sorted(baseline):
+        others = read_samples(baseline[place])
+        rows = {folder: own[place] for folder, own in measured.items() if place in own}
+        if len(rows) == 1:  # of the baseline alone
+            continue
+        for folder, row in rows.items():
+            samples, comparison = read_samples(row), None
+            if folder != folders[-1] and have_same_problems(samples, others):
+                comparison = compare_answers(samples, others)
+            facts = {
+                "method": row["method"],
+                "seed": row["seed"],
+                "num_problems": len(samples),
+                "accuracy": row["value"],
+            }
+            lines.append({"task": place[0], "K": str(place[1]), "run": folder, **facts, "comparison": comparison})
+    columns = ["task", "K", "run", "method", "seed", "num_problems", "accuracy", "comparison"]
+    return pd.DataFrame(lines, columns=columns).set_index(columns[:3])
+
+
+def explain_missing_runs(folders: Sequence[str], compared: pd.DataFrame) -> list[str]:
+    """Return a sentence about the runs that the user has named, but that `compare_folders` does not compare, or nothing.
+
+    Args:
+        folders: Folders. There is no sentence unless they are two or more, and all of them are those of trainings.
+        compared: From `compare_folders`.
+    """
+    are_runs = all(_count_trainings(folder) == 1 for folder in folders)
+    missing = [folder for folder in dict.fromkeys(folders) if folder not in compared.index.get_level_values("run")]
+    if len({*folders}) == 1 or not are_runs or not missing:
+        return []
+    unmeasured = [folder for folder in missing if not _find_comparable(folder)]
+    if not unmeasured:
+        return [f"Left out of the comparison, because no task and depth was measured for all: {', '.join(missing)}."]
+    return [
+        f"The accuracies are not compared, because there is none of a benchmark for {', '.join(unmeasured)}. Held-out "
+        "examples do not count, because they may have chosen a learning rate. `loopdropout evaluate "
+        f"{unmeasured[0]} --benchmarks TASK` measures one."
+    ]
+
+
+def _count_trainings(folder: str) -> int:
+    """Return the number of trainings with results in exactly this folder: one in the folder of a run."""
+    return len({(row["method"], row["seed"]) for row in filter(is_of_training, read_own_results(folder))})
+
+
+def _find_comparable(folder: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the accuracy of a run by task and depth, without held-out examples. There is none of several adapters."""
+    accuracies = [row for row in _list_accuracies(read_run_results(folder)) if row["task"] != DEVELOPMENT]
+    by_place = {(row["task"], row["num_loops"]): row for row in accuracies}
+    return by_place if len(by_place) == len(accuracies) else {}  # a folder of `evaluate` can have several adapters
+
+
+def _find_accuracy(folder: str | Path, task: str, num_loops: int | None) -> dict[str, Any]:
+    """Return the accuracy of a run on a task with all gates on."""
+    if not Path(folder).is_dir():
+        raise UserError(f"The folder {folder} does not exist.")
+    rows = read_run_results(folder)
+    own = _list_accuracies(rows)
+    depth = num_loops
+    if depth is None:
+        of_training = [row for row in rows if is_of_training(row)]
+        known = of_training or own  # without results of the training, the depth of the first measurement
+        if known:
+            depth = known[0]["num_loops"]
+    found = [row for row in own if row["task"] == task and row["num_loops"] == depth]
+    if len(found) > 1:
+        raise UserError(
+            f"`folder` and `baseline` must be folders of runs, but {folder} has {len(found)} accuracies on {task} at K = "
+            f"{depth}, of several adapters."
+        )
+    if found:
+        return found[0]
+    measured = ", ".join(f"{row['task']} at K = {row['num_loops']}" for row in own) or "no task"
+    at_depth, option = "", ""
+    if depth:
+        at_depth, option = f" at K = {depth}", f" --eval_num_loops {depth}"
+    raise UserError(
+        f"`task` must be one that {folder} was measured on{at_depth}, got {task}. It was measured on {measured}. "
+        f"`loopdropout evaluate {folder} --benchmarks {task}{option}` measures it."
+    )

@@ -1,0 +1,125 @@
+"""Figures of YAML files, the paper's and a user's own (docs/reports.md).
+
+`plots.py` is imported in the functions, because tables do not need plotnine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gates import Draw, make_rule
+from loopdropout_trainer.reports.comparing import PAIRED_SEEDS
+from loopdropout_trainer.reports.figures import describe_points, points
+from loopdropout_trainer.reports.frames import average, name_methods
+from loopdropout_trainer.reports.table_files import Missing, check_fields, find
+from loopdropout_trainer.reports.tables import find_unpaired, have_other_problems, name_seeds, paired_gains
+
+
+def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
+    """Return the gates of eight examples, as a training draws them, and the gates of inference."""
+    draw = Draw(seed=seed, step=0, example_ids=[(row, 0) for row in range(8)], num_loops=num_loops)
+    gates = pd.DataFrame(make_rule("loop_dropout", p=p).sample(draw).tolist())  # [K, 8]
+    data = gates.melt(var_name="example", value_name="mean", ignore_index=False).reset_index(names="loop")
+    data[["loop", "example"]] += 1  # both count from 1 in the figure
+    return pd.concat([data.assign(panel="during training"), data.assign(panel="inference", mean=1.0)])
+
+
+def build_figure(spec: dict, results: pd.DataFrame) -> Any:
+    """Return the figure of a YAML file. Raise `Missing` if there are no results for one of its panels."""
+    from loopdropout_trainer.reports.plots import heat_plot, line_plot
+
+    fields = {"title": str, "x_label": object, "y_label": object, "filter": dict}
+    if spec["figure"] != "gates":
+        fields |= {"x": str, "panels": dict}
+    check_fields(spec, fields, "figure")
+    labels = {name: spec[name] for name in ("x_label", "y_label")}
+    if spec["figure"] == "gates":
+        return heat_plot(draw_gates(**spec["filter"]), "loop", "example", spec["title"], **labels)
+    x = spec["x"]
+    if spec["figure"] == "heat":
+        ours, other = panel_rows(spec, results), panel_rows(spec, results, spec["minus"])
+        gains = pair_places(ours, other, ["panel", spec["y"], x])
+        if gains.empty:
+            raise Missing("no seed has both results of any difference.")
+        caption = " ".join(describe_pairs(gains))
+        return heat_plot(gains, x, spec["y"], spec["title"], **labels, shows_gains=True, caption=caption or None)
+    axes = pd.DataFrame(labels, [*spec["panels"]])
+    rows, gain_over = panel_rows(spec, results), spec.get("gain_over") or {}
+    data = points(rows, ["panel", "label", x])
+    unknown = {*gain_over, *gain_over.values()} - {*data["label"]}
+    if unknown:
+        lines = ", ".join(data["label"].unique())
+        raise UserError(f"`gain_over` must name lines of the figure ({lines}), got {', '.join(sorted(unknown))}.")
+    by_pair = []  # with the differences of each pair of lines
+    for ours, other in gain_over.items():
+        sides = [rows[rows["label"] == label] for label in (ours, other)]
+        by_pair.append(pair_places(*sides, ["panel", x]))
+    gains = pd.concat(by_pair) if by_pair else None
+    sentences = [describe_points(data)]
+    if gains is not None:
+        sentences += describe_pairs(gains)
+    return line_plot(data, x, axes, spec["title"], gains, "\n".join(sentences))
+
+
+def pair_places(ours: pd.DataFrame, other: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Return the mean difference of two sets of results at each place of a figure that has a common seed, paired by seed.
+
+    There is none between accuracies on other problems.
+
+    Args:
+        ours: From `panel_rows`.
+        other: Results to subtract.
+        by: Columns of a place.
+
+    Returns:
+        The columns `by`, `mean`, `middle` between both means, and `unpaired`, the seeds that it leaves out.
+    """
+    others = dict(iter(other.groupby(by, sort=False)))
+    lines = []
+    for place, own in ours.groupby(by, sort=False):
+        if place not in others:
+            continue
+        gains = paired_gains(own, others[place])
+        if len(gains) and not have_other_problems(own, others[place], gains.index):
+            middle = (average(own).mean() + average(others[place]).mean()) / 2
+            lines.append([*place, gains.mean(), middle, find_unpaired(own, others[place])])
+    return pd.DataFrame(lines, columns=[*by, "mean", "middle", "unpaired"])
+
+
+def describe_pairs(gains: pd.DataFrame) -> list[str]:
+    """Return a sentence about the differences of `pair_places` if one leaves out a seed, or nothing."""
+    seeds = set().union(*gains["unpaired"])
+    if not seeds:
+        return []
+    return [f"{PAIRED_SEEDS}. Some leave out seed {name_seeds([*seeds], ', ')}."]
+
+
+def panel_rows(spec: dict, results: pd.DataFrame, change: dict | None = None) -> pd.DataFrame:
+    """Return the results in all panels of a figure, with the columns `panel`, and `label` for their line.
+
+    Args:
+        spec: Content of a YAML file of a figure.
+        results: From `load_results`.
+        change: Columns of the results to select instead of the values of the file.
+    """
+    x = spec["x"]
+    wanted = {x: results.reindex(columns=[x])[x].dropna(), **spec["filter"], **(change or {})}
+    panels = [find(results, {**panel, **wanted}).assign(panel=title) for title, panel in spec["panels"].items()]
+    rows = pd.concat(panels)
+    return rows.assign(label=name_lines(rows, ["panel", x]))
+
+
+def name_lines(rows: pd.DataFrame, place: list[str]) -> pd.Series:
+    """Return the name of the line of each result: the method, or the sweep's names if it has several methods of one rule.
+
+    Args:
+        rows: Results of a figure.
+        place: Columns of a place in the figure, where a line has one point.
+    """
+    names = name_methods(rows)
+    num_names = rows.assign(name=names).groupby([*place, "method"])["name"].transform("nunique")
+    has_several = rows["method"].isin(rows.loc[num_names > 1, "method"])
+    return names.where(has_several, rows["method"])

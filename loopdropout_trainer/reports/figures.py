@@ -1,0 +1,185 @@
+"""Results as figures: the summary of all runs, and the curves of their losses.
+
+`plots.py` is imported in the functions, because sweeps do not need plotnine.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from loopdropout_trainer.reports.frames import average, has_seeds, labelled, tasks_of
+from loopdropout_trainer.reports.tables import split_reductions
+from loopdropout_trainer.results.run_files import BASE_MODEL, is_of_base
+from loopdropout_trainer.saving.checkpoints import read_history
+
+
+BOUNDS = {"accuracy": (0, 100), "last_number": (0, 100), "loss": (0, math.inf), "eval_loss": (0, math.inf)}
+"""Smallest and largest values of metrics, in which the band of one SD of a figure ends."""
+
+
+def points(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Return `mean`, `sd`, `num_seeds` and the band from `low` to `high` over seeds for each value of the columns `by`.
+
+    `chose` says whether the problems chose the learning rates.
+    Panels and labels are in their order.
+    """
+    lines = []
+    for key, part in rows.groupby(by, sort=False):
+        values = average(part)
+        bounds = BOUNDS.get(part["metric"].iloc[0], (-math.inf, math.inf))
+        lines.append([*key, values.mean(), values.std(), len(values), part["chose"].any(), *bounds])
+    data = pd.DataFrame(lines, columns=[*by, "mean", "sd", "num_seeds", "chose", "least", "most"])
+    for name in {"panel", "label"}.intersection(by):
+        data[name] = pd.Categorical(data[name], data[name].unique())
+    return add_bands(data.fillna({"sd": 0.0}))
+
+
+def add_bands(data: pd.DataFrame) -> pd.DataFrame:
+    """Return points with the band from `low` to `high`: one SD around the mean, between the values `least` and `most`."""
+    low = (data["mean"] - data["sd"]).clip(lower=data["least"])
+    high = (data["mean"] + data["sd"]).clip(upper=data["most"])
+    return data.drop(columns=["least", "most"]).assign(low=low, high=high)
+
+
+def describe_points(data: pd.DataFrame, numbers_of: str = "accuracies", chosen_by: str = "these problems") -> str:
+    """Return the sentences below a figure: about its bands, the seeds that they are over, and problems that are not a test.
+
+    Args:
+        data: From `points`, or `loss_curves`. Its labels count by `has_seeds`.
+        numbers_of: The numbers of the figure that may have chosen the learning rates.
+        chosen_by: The problems or numbers that chose them.
+    """
+    numbers = data.loc[has_seeds(data["label"]), "num_seeds"]
+    least, most = numbers.min(), numbers.max()
+    if most == 1:
+        caption = "One seed."
+    elif least == most:
+        caption = f"{_name_spread(data)}: ± one standard deviation over {most} seeds."
+    else:
+        caption = (
+            f"{_name_spread(data)}: ± one standard deviation over up to {most} seeds. Points of one seed have none."
+        )
+    if "chose" in data and data["chose"].any():
+        caption += f"\nThe {numbers_of} are not a test, because {chosen_by} chose the learning rates."
+    return caption
+
+
+def _name_spread(data: pd.DataFrame) -> str:
+    """Return what shows the spread over seeds: a band along a line, or a bar at the only point of a label (`line_plot`)."""
+    lines = data.groupby([name for name in ("panel", "label") if name in data], observed=True)["num_seeds"]
+    is_point = lines.size()[lines.max() > 1] == 1
+    if is_point.all():
+        return "Bars"
+    return "Bands and bars" if is_point.any() else "Bands"
+
+
+def overview_figure(results: pd.DataFrame) -> Any:
+    """Return a plotnine figure of the first task: accuracy by depth, and both diagnostics with one active loop.
+
+    The base model is scored by its last number, if this was measured, because it has not learned the format of the answers.
+
+    Args:
+        results: from `load_results`.
+    """
+    from loopdropout_trainer.reports.plots import line_plot, mark_training_depth
+
+    task = tasks_of(results.query("metric == 'accuracy'"))[0]
+    own = results.query("task == @task")
+    of_base = is_of_base(own)
+    by_number = own[of_base & (own["metric"] == "last_number")].assign(method=f"{BASE_MODEL}, last number")
+    accuracy = own.query("metric == 'accuracy'")
+    if len(by_number):
+        accuracy = pd.concat([accuracy[~is_of_base(accuracy)], by_number])
+    groups = split_reductions(results)
+    # A run can have those of its reference solutions and of held-out examples, or of different numbers of them.
+    of_task = [rows for rows in groups.values() if task in {*rows["task"]}]
+    reductions = next(iter(of_task or groups.values()), results.iloc[:0])
+    panels = {
+        "K loops at inference": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
+        "accuracy with the adapter in one loop": accuracy,
+        "loss reduction, adapter in one loop": reductions,
+    }
+    single = "only loop t with the adapter"
+    trained = results.query("task == 'training'")["num_loops"].unique()
+    has_one_depth = len(trained) == 1
+    labels = {
+        "x_label": ["loops K (dotted: in training)" if has_one_depth else "loops K", single, single],
+        "y_label": ["accuracy (%)", "accuracy (%)", "loss reduction (%)"],
+    }
+    rows = pd.concat([own.assign(panel=panel) for panel, own in panels.items()]).dropna(subset="loop")
+    by = ["panel", "label", "loop"]
+    data = points(labelled(rows), by)
+    data["panel"] = pd.Categorical(data["panel"], [panel for panel in panels if panel in {*data["panel"]}])
+    data = data.sort_values("panel", kind="stable")
+    axes = pd.DataFrame(labels, [*panels])
+    figure = line_plot(data, "loop", axes, f"Results on {task}", caption=describe_points(data))
+    if has_one_depth and hasattr(figure, "items"):  # a figure of several panels
+        figure.items[0] += mark_training_depth(trained[0])
+    return figure
+
+
+def loss_curves(results: pd.DataFrame) -> pd.DataFrame:
+    """Return the training and held-out losses of runs by step, from the histories that their trainings have left.
+
+    A training loss is a mean over equal numbers of steps (`average_windows`).
+
+    Args:
+        results: From `load_results`.
+
+    Returns:
+        A table with the columns `panel`, `label`, `step`, `mean`, `sd`, `num_seeds`, `chose`, `low` and `high` over seeds. It
+        is empty without histories.
+    """
+    trained = labelled(results[(results["task"] == "training") & ~is_of_base(results)])
+    lines = []
+    chose = trained.groupby("run")["chose"].any()  # whether the held-out loss has chosen the learning rate
+    for run, label in trained.drop_duplicates("run")[["run", "label"]].itertuples(index=False):
+        history = read_history(run)
+        for panel, name in LOSSES.items():
+            values = pd.Series({log["step"]: log[name] for log in history if name in log}, dtype=float)
+            if name == "loss":
+                values = average_windows(values)
+            lines += [[panel, label, step, value, chose[run]] for step, value in values.items()]
+    losses = pd.DataFrame(lines, columns=["panel", "label", "step", "value", "chose"])
+    by_step = losses.groupby(["panel", "label", "step"], sort=False)
+    curves = by_step["value"].agg(mean="mean", sd="std", num_seeds="count").assign(chose=by_step["chose"].any())
+    curves = curves.reset_index()
+    curves["label"] = pd.Categorical(curves["label"], trained["label"].unique())
+    curves = curves.sort_values(["panel", "label", "step"], ascending=[False, True, True], kind="stable")
+    return add_bands(curves.fillna({"sd": 0.0}).assign(least=0.0, most=math.inf))  # a loss is not negative
+
+
+def average_windows(losses: pd.Series) -> pd.Series:
+    """Return the means of training losses over windows of equal length, by the last logged step of each window.
+
+    The loss is logged at every `logging_steps`, and also at evaluations and checkpoints, and each time it is the mean of the
+    steps since the last log. So a log after a single step is noisier than the others. A window is as long as the longest of
+    these means.
+
+    Args:
+        losses: Logged losses by their steps, in ascending order.
+    """
+    if losses.empty:
+        return losses
+    steps = losses.index.to_series()
+    num_steps = steps.diff().fillna(steps)  # that each loss is the mean of
+    window = np.ceil(steps / num_steps.max())
+    sums = (losses * num_steps).groupby(window).sum()
+    means = sums / num_steps.groupby(window).sum()
+    return means.set_axis(steps.groupby(window).last().to_numpy())
+
+
+LOSSES = {"training loss": "loss", "held-out loss": "eval_loss"}
+"""Panels of the loss curves, and the names of their losses in the history of a training."""
+
+
+def loss_figure(curves: pd.DataFrame) -> Any:
+    """Return a plotnine figure of the losses over the steps, from `loss_curves`."""
+    from loopdropout_trainer.reports.plots import line_plot
+
+    axes = pd.DataFrame({"x_label": "step", "y_label": "loss (nats per token)"}, [*LOSSES])
+    return line_plot(curves, "step", axes, "Losses", caption=describe_points(curves, "held-out losses", "they"))

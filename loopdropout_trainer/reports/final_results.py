@@ -1,0 +1,139 @@
+"""The results that reports show: those of final weights and of chosen learning rates, and sentences about the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from loopdropout_trainer.errors import count
+from loopdropout_trainer.reports.result_codes import describe_codes
+from loopdropout_trainer.results.run_files import DEVELOPMENT, is_of_base, read_accepted_imports
+from loopdropout_trainer.results.sweep_folder import (
+    describe_choices,
+    describe_progress,
+    describe_unchosen,
+    find_choosing_task,
+    folder_of_run,
+    list_runs,
+    only_chose_rate,
+    read_summaries,
+    read_summary,
+)
+from loopdropout_trainer.results.sweep_scores import name_score, read_score
+
+
+def final_results(results: pd.DataFrame, with_checkpoints: bool = False, named: Collection[str] = ()) -> pd.DataFrame:
+    """Return the results without checkpoints, and without the runs of a sweep that only chose a learning rate.
+
+    The summary of the sweep says which learning rate it has chosen. Before the choice, all runs of a method are left out. In a
+    folder without a summary, the runs that only chose were evaluated on the held-out examples alone, and another run of the
+    same method on other tasks. Without tasks, they have a learning rate with fewer seeds than another one of the same method.
+
+    Args:
+        results: From `load_results`.
+        with_checkpoints: Whether results of checkpoints stay.
+        named: Folders that the user has named. The results of a run among them stay, also if it only chose a learning rate.
+    """
+    accuracy = results[(results["metric"] == "accuracy") & results["sweep"].notna()]
+    is_test = accuracy["task"] != DEVELOPMENT
+    methods = pd.MultiIndex.from_frame(results[["sweep", "variant"]])
+    is_measured = methods.isin(pd.MultiIndex.from_frame(accuracy.loc[is_test, ["sweep", "variant"]]))
+    seems_rejected = is_measured & ~results["run"].isin(accuracy.loc[is_test, "run"])
+    seems_rejected |= ~is_measured & _has_fewer_seeds(results)
+    is_rejected = results["run"].map(_read_rejected(results))
+    is_rejected = is_rejected.where(is_rejected.notna(), seems_rejected).astype(bool)
+    is_named = results["run"].isin([str(Path(folder).resolve()) for folder in named])
+    is_final = ~is_rejected | is_named | is_of_base(results)
+    if not with_checkpoints:
+        is_final &= results["checkpoint"].isna()
+    return results[is_final]
+
+
+def _read_rejected(results: pd.DataFrame) -> dict[str, bool]:
+    """Return whether each run of a sweep only chose a learning rate, for the runs whose sweep has a summary."""
+    columns = ["run", "variant", "recipe_learning_rate"]
+    runs = results.reindex(columns=columns).dropna().drop_duplicates("run")
+    summaries = read_summaries(runs["run"])
+    rejected = {}
+    for run, variant, rate in runs.itertuples(index=False):
+        only_chose = only_chose_rate(summaries[run], variant, rate)
+        if only_chose is not None:
+            rejected[run] = only_chose
+    return rejected
+
+
+def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
+    """Return sentences about the results that `final_results` leaves out, choices, unfinished sweeps, and changed code."""
+    trained = results[results["sweep"].notna()]
+    kept = final[~is_of_base(final)]  # `final` also keeps the base model's results of rejected runs
+    is_final = trained["checkpoint"].isna()  # checkpoints have a sentence of their own
+    left_out = {*trained.loc[is_final, "run"]} - {*kept["run"]}
+    folders = sorted({folder_of_run(run) for run in trained["run"]} - {None})
+    lines = []
+    for folder in folders:
+        for method, reason in describe_unchosen(folder).items():
+            own = {run for run in left_out if Path(run).is_relative_to(folder / method)}
+            left_out -= own
+            if own:
+                runs = f"{count(len(own), 'run')} of {method} in {folder}"
+                lines.append(f"Left out: {runs}, because no learning rate is chosen. {reason}".rstrip())
+                lines += _describe_scores(folder, method, own)
+    if left_out:
+        runs = count(len(left_out), "run")
+        lines.append(f"Left out: {runs} that only chose a learning rate. The sweep prints their scores.")
+    lines += _describe_checkpoints(results, final)
+    for folder in folders:
+        choices = describe_choices(folder)
+        if choices:
+            lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
+        lines += filter(None, [describe_progress(folder), _describe_accepted(folder)])
+    return lines + describe_codes(final)
+
+
+def _describe_scores(folder: Path, method: str, runs: Collection[str]) -> list[str]:
+    """Return a line with the score of each run of a method whose learning rate is not chosen, as far as they are measured."""
+    select_on = find_choosing_task(read_summary(folder), method)
+    if select_on is None:
+        return []
+    lines = []
+    for run in sorted(map(Path, runs)):
+        score = name_score(read_score(run, select_on), select_on)
+        if score:
+            lines.append(f"  {run.relative_to(folder).as_posix()}: {score}")
+    return lines
+
+
+def _describe_accepted(folder: Path) -> str:
+    """Return a sentence about the runs of a sweep whose `--import` files changed, and which the user accepted, or ""."""
+    accepted = [run.relative_to(folder).as_posix() for run in list_runs(folder) if read_accepted_imports(run)]
+    if not accepted:
+        return ""
+    return (
+        f"{count(len(accepted), 'run')} of the sweep in {folder} had other `--import` files in training, and count because of "
+        f"`--accept_changed_imports`: {', '.join(accepted)}."
+    )
+
+
+def _describe_checkpoints(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
+    """Return a sentence about the results of checkpoints that are left out, or nothing without any."""
+    left_out = results[results["checkpoint"].notna() & ~results.index.isin(final.index)]
+    if left_out.empty:
+        return []
+    adapters = left_out.reindex(columns=["adapter"])["adapter"].fillna(left_out["folder"]).unique()
+    place = adapters[0] if len(adapters) == 1 else f"{len(adapters)} checkpoints such as {adapters[0]}"
+    return [
+        f"Left out: {count(len(left_out), 'result')} of {place}, because a checkpoint does not have the final weights. Add "
+        "`--checkpoints true` to include them."
+    ]
+
+
+def _has_fewer_seeds(results: pd.DataFrame) -> np.ndarray:
+    """Return whether each result is of a sweep and has a learning rate with fewer seeds than another one of its method."""
+    keys = ["sweep", "variant", "recipe_learning_rate"]
+    trained = results.reindex(columns=[*keys, "seed"]).dropna()
+    num_seeds = trained.groupby(keys)["seed"].nunique()
+    fewer = num_seeds[num_seeds < num_seeds.groupby(["sweep", "variant"]).transform("max")]
+    return pd.MultiIndex.from_frame(results.reindex(columns=keys)).isin(fewer.index)

@@ -1,0 +1,477 @@
+"""The results of runs as a data frame: loading, selection, names and means over seeds."""
+
+# Columns of results.jsonl that the tables, figures, the summary, sweep.py and docs/replication filter on. Every result has
+#   metric, value, unit, task, method, seed, step, num_loops, gates, n
+# with these values:
+#   method     title of the rule ("LoRA", "Loop Dropout", "LoRA+", "rsLoRA", "CoTo", "Input dropout", ...) or "base model"
+#   num_loops  loops that ran in the measurement (results of the training itself: the depth of the training)
+#   gates      "unit", "none" (no adapter), "loop 1" ... "loop K" (only this loop has the adapter), else "1-1-0-0"
+#   loop       (optional) the only active loop of gates "loop t", or the loop that is read out
+#   group      (optional) subset of a task, for metric "accuracy_by_<column>": "Algebra", "1", ...
+#   samples    (optional) file in the folder of the result with one line per problem, in the order of the problems, with the
+#              columns `correct` (0 to 1) and `answered` (1 if an answer was extracted), for paired intervals
+#   adapter    (optional) folder of the training, if the result is stored elsewhere; its recipe.yaml gives `recipe_*`
+#
+#   task                               metric
+#   metamath_gsm8k, metamath_math500   accuracy (%), missing (% of completions without an answer), accuracy_by_subject,
+#                                      accuracy_by_level
+#   gsm8k, gsm8k_platinum, gsm_plus_mini, arithmetic_*, development, mmlu, bbh, truthfulqa_mc2, humaneval, humaneval_plus,
+#   mbpp, mbpp_plus, ifeval_strict, ifeval_loose, ...     accuracy (%): one task name for each headline number
+#                                      (arithmetic_*: also accuracy_by_num_steps)
+#   training                           train_loss and eval_loss (nats), examples, packed_rows, trainable_parameters,
+#                                      num_tokens, train_seconds, step_seconds, tokens_per_second, peak_memory_gb, and of
+#                                      GRPO reward_first, reward_last
+#   of the diagnostics (task: "development" for held-out examples, or the name of a task):
+#     single loop                      loss (nats) and loss_reduction (%) with gates "loop t" and loop t, or with gates
+#                                      "unit"; frozen loss: metric loss, gates "none", method "base model"
+#     readouts                         readout_loss (nats) and readout_token_accuracy, loop t
+#     depth matrix                     depth_loss (nats) and depth_token_accuracy, of each num_loops
+#     curvature                        curvature (nats), loop t, and curvature_term (nats)
+#
+# From recipe.yaml: recipe_learning_rate, recipe_lora_r, recipe_num_loops, recipe_model_name_or_path, recipe_rule, recipe_p,
+# recipe_run_name ("SWEEP/METHOD/lr_X/seed_S" for a run of a sweep, which gives the columns `sweep` and `variant`).
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.errors import UserError, count
+from loopdropout_trainer.files import checkpoint_step
+from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.reports.result_choice import split_choices, split_repeated, split_replaced
+from loopdropout_trainer.reports.result_codes import number_codes
+from loopdropout_trainer.reports.unfinished import read_unfinished
+from loopdropout_trainer.results.run_files import (
+    BASE_MODEL,
+    COLUMNS,
+    DEVELOPMENT,
+    RESULTS_FILE,
+    is_of_base,
+    is_of_training,
+    read_recipe,
+    read_results,
+)
+from loopdropout_trainer.results.sweep_folder import RUN_NAME, find_choosing_task, methods_of, read_summaries
+from loopdropout_trainer.settings.arguments import names_of
+
+
+NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
+"""Fields of recipes in which the results of one mean may differ. The last two are columns of the results as well."""
+IGNORED = {
+    "value",
+    "seed",
+    "step",  # of the last or the best weights of a training. Its other weights have a number of a checkpoint.
+    "folder",
+    "run",
+    "adapter",
+    "training",
+    "samples",
+    "chose",
+    *(f"recipe_{name}" for name in NO_EFFECT),
+}
+"""Columns in which the results of one mean may differ."""
+
+OF_BASE = {f"recipe_{name}" for name in ("model_name_or_path", "model_revision", "chat_template", "benchmark_limit")}
+"""Settings that a result of the base model depends on."""
+
+OF_BASE_LOSS = OF_BASE | {
+    f"recipe_{name}"
+    for name in (
+        *DataArguments.__dataclass_fields__,
+        "dtype",
+        "max_length",
+        "completion_only_loss",
+        "assistant_only_loss",
+    )
+}
+"""Settings that the held-out loss of the base model depends on."""
+
+
+def load_results(*folders: str | Path) -> pd.DataFrame:
+    """Return all results below the folders, with the columns that the comment at the top of this file lists.
+
+    Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep),
+    `checkpoint` (its step, if a checkpoint was measured), `code` (`number_codes`), and `chose` (`_find_choosing`). Three kinds
+    of results are left out: those that repeat a measurement of a training itself, losses that only served the choice of a
+    learning rate, and those of weights that a later training replaced. `attrs["left_out"]` has a line about each kind, or is
+    "".
+
+    If no training has results, those that have not ended have one result each, `unfinished_at`, for their losses. A line of
+    `attrs["left_out"]` says so.
+
+    Raises:
+        UserError: if there are no results.
+    """
+    rows, unfinished = read_results(*folders), []
+    if not any(map(is_of_training, rows)):
+        further, unfinished = read_unfinished(folders)
+        rows += further
+    if not rows:
+        raise UserError(f"There are no results below {', '.join(map(str, folders))}. Train or evaluate first.")
+    _set_runs(rows)
+    rows, replaced = split_replaced(rows)
+    rows, of_choice = split_choices(rows)
+    rows, repeated = split_repeated(rows)
+    results = _make_frame(rows)
+    left_out = describe_left_out_results({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
+    results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))
+    return results
+
+
+def _set_runs(rows: Sequence[dict[str, Any]]) -> None:
+    """Give each result the column `run`, the folder of its training, and the columns `recipe_*` of that training."""
+    runs = {}
+    for row in rows:
+        if row["task"] == "training" and row.get("training"):
+            runs[row["training"]] = row["folder"]
+    read_once = cache(read_recipe)  # a run can have thousands of results
+    for row in rows:
+        row["run"] = training_folder(row, runs)
+        _set_recipe(row, read_once)
+
+
+def _make_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return the results that are not left out as a data frame, with the columns that follow from several results."""
+    results = pd.DataFrame(rows).map(_as_cell)
+    columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]  # the named ones may be missing
+    results = results.reindex(columns=list(dict.fromkeys(columns)))
+    names = results["recipe_run_name"].astype(str).str.extract(RUN_NAME)  # `sweep` and `variant`
+    depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()  # K of each training
+    results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
+    results["checkpoint"] = pd.array([_find_checkpoint(row) for row in rows], dtype="Int64")
+    results["recipe_num_loops"] = _name_depths(results, depths)
+    results["chose"] = _find_choosing(results)
+    results["code"] = number_codes(results)
+    return results
+
+
+def _find_checkpoint(row: dict[str, Any]) -> int | None:
+    """Return the step of the checkpoint that a result was measured on, or None for final weights and for the base model.
+
+    The column `adapter` of a base model's result is the checkpoint that `evaluate` has measured next to it.
+    """
+    if is_of_base(row):
+        return None
+    return checkpoint_step(row.get("adapter") or row["folder"])
+
+
+def _name_depths(results: pd.DataFrame, depths: pd.Series) -> pd.Series:
+    """Return `recipe_num_loops` of each result, or the depth of its training if the recipes of the trainings do not agree.
+
+    A recipe without `num_loops` trains at the model's own depth, which can be equal to the one that another recipe names.
+
+    Args:
+        results: Results with the column `trained_loops`.
+        depths: Depth of each loaded training, by its folder.
+    """
+    in_recipes = results.reindex(columns=["recipe_num_loops"])["recipe_num_loops"]
+    is_trained = results["run"].isin(depths.index) & ~is_of_base(results)
+    if depths.nunique() <= 1 and in_recipes[is_trained].nunique(dropna=False) <= 1:
+        return in_recipes  # as well of results whose training is not loaded, so that its depth is not known
+    return results["trained_loops"].where(is_trained)
+
+
+def _as_cell(value: Any) -> Any:
+    """Return a value of a result as a cell of a data frame. Lists and mappings become texts, which pandas can compare."""
+    if isinstance(value, list | dict):
+        return json.dumps(value)
+    return value
+
+
+def _find_choosing(results: pd.DataFrame) -> pd.Series:
+    """Return whether each result is an accuracy or a held-out loss that the learning rates of a sweep were chosen by.
+
+    The best of several candidates on these problems is partly chance, so their numbers are not a test.
+    """
+    runs = results[["run", "variant"]].dropna().drop_duplicates("run")
+    summaries = read_summaries(runs["run"])
+    choosing = {}  # `select_on` of the sweep of each run
+    for run, variant in runs.itertuples(index=False):
+        choosing[run] = find_choosing_task(summaries[run], variant)
+    # The value of `select_on` that names each result: the task of an accuracy, or `eval_loss`. Others have none.
+    names = pd.Series(None, results.index, dtype=object)
+    is_accuracy = results["metric"] == "accuracy"
+    is_held_out_loss = (results["metric"] == "eval_loss") & (results["task"] == "training")
+    names[is_accuracy] = results["task"][is_accuracy]
+    names[is_held_out_loss] = "eval_loss"
+    of_own_sweep = names.notna() & (names == results["run"].map(choosing)) & results["variant"].notna()
+    # Results of the base model are next to those of any run, so that they count for all sweeps.
+    of_any_sweep = is_of_base(results) & names.isin([*filter(None, choosing.values())])
+    return of_own_sweep | of_any_sweep
+
+
+def _set_recipe(row: dict[str, Any], read_once: Callable[[str], dict[str, Any]]) -> None:
+    """Give a result the columns `recipe_*` of its training. A result of the base model keeps those that it depends on.
+
+    Args:
+        row: Result with the column `run`.
+        read_once: `read_recipe` with a memory.
+    """
+    if row.get("adapter"):
+        recipe = read_once(row["run"])
+        if recipe:
+            # The columns that the result has come from the recipe next to it, which is that of `evaluate` or `diagnose`.
+            _empty_recipe(row)
+            row.update({f"recipe_{name}": value for name, value in recipe.items()})
+    if is_of_base(row):
+        # The same result lies next to each training that it was measured with, so it must not have their settings.
+        is_held_out_loss = row["metric"] == "eval_loss"
+        if row["task"] == DEVELOPMENT:
+            is_held_out_loss = row["metric"] in ("loss", "depth_loss", "readout_loss")
+        _empty_recipe(row, kept=OF_BASE_LOSS if is_held_out_loss else OF_BASE)
+
+
+def _empty_recipe(row: dict[str, Any], kept: Collection[str] = ()) -> None:
+    """Set the columns `recipe_*` of a result to None, except for some."""
+    for name in row:
+        if name.startswith("recipe_") and name not in kept:
+            row[name] = None
+
+
+REPEATED = (
+    "the trainings measured the same themselves, perhaps on other examples. The numbers are in results.jsonl there."
+)
+OF_CHOICE = "they only served the choice of a learning rate. `diagnose` has measured all seeds alike."
+REPLACED = "later trainings replaced the measured weights. Measure the present ones again."
+
+
+def describe_left_out_results(left_out: dict[str, list[dict[str, Any]]]) -> str:
+    """Return a line about the results that are left out for each reason, or "" if there are none."""
+    lines = []
+    for reason, rows in left_out.items():
+        if rows:
+            folders = [*dict.fromkeys(row["folder"] for row in rows)]
+            place = folders[0] if len(folders) == 1 else f"{len(folders):,} folders such as {folders[0]}"
+            lines.append(f"Left out: {count(len(rows), 'result')} in {place}, because {reason}")
+    return "\n".join(lines)
+
+
+def training_folder(row: dict[str, Any], runs: dict[str, str]) -> str:
+    """Return the folder of the training of a result.
+
+    A result that was measured elsewhere names its training by an identifier, which finds the run also after it was moved.
+    Older results have the path of the adapter only.
+
+    Args:
+        row: Result.
+        runs: Folders of the loaded runs by the identifier of their training.
+    """
+    if row.get("training") in runs:
+        return str(Path(runs[row["training"]]).resolve())
+    return str(Path(row.get("adapter") or row["folder"]).resolve())
+
+
+def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
+    """Return the results whose columns have the wanted values, or one of a list of values.
+
+    Without `gates` and `loop` the gates are one. Without `num_loops` and `loop` the depth is the depth of the training.
+    Without `checkpoint` the weights are the final ones. Without `task`, accuracies on problems that chose a learning rate are
+    left out. A `method` is named as in `has_method`.
+    """
+    is_wanted = np.full(len(results), True)
+    for name, value in wanted.items():
+        values = results[name] if name in results else pd.Series(np.nan, results.index)
+        wanted_values = pd.Series(value)
+        has_value = values.isin(wanted_values).to_numpy()
+        if name == "method":
+            for method in wanted_values:
+                has_value = has_value | has_method(results, method).to_numpy()  # `isin` returns a read-only array
+        if wanted_values.isna().any():  # `isin` finds no missing integer
+            has_value |= values.isna().to_numpy()
+        is_wanted &= has_value
+    if not wanted.keys() & {"gates", "loop"}:
+        is_wanted &= (results["gates"].isin(["unit", "none"]) & results["loop"].isna()).to_numpy()
+    if not wanted.keys() & {"num_loops", "loop"}:
+        is_wanted &= (results["num_loops"] == results["trained_loops"]).to_numpy()
+    if "checkpoint" not in wanted:
+        is_wanted &= results["checkpoint"].isna().to_numpy()
+    if "task" not in wanted:
+        is_wanted &= ~(results["chose"] & (results["metric"] == "accuracy")).to_numpy()
+    return results[is_wanted]  # once, because a table of results has many columns
+
+
+def has_method(results: pd.DataFrame, name: str) -> pd.Series:
+    """Return whether each result is of a method, by the title of its rule, its name in a sweep, or the name of its rule.
+
+    Tables print the title, for example "Late half", or the name in the sweep. Recipes have the name of the rule, such as
+    `late_half`.
+    """
+    rules = results.reindex(columns=["recipe_rule"])["recipe_rule"]
+    is_of_method = results["method"] == name
+    for names in (results["variant"], rules):
+        if not is_of_method.any():
+            is_of_method = (names == name) & ~is_of_base(results)
+    return is_of_method
+
+
+def differing(results: pd.DataFrame) -> list[str]:
+    """Return the columns in which the results of one mean must not differ, but do."""
+    values = results.to_numpy(dtype=object, na_value=None)  # a missing value equals another one
+    is_differing = (values != values[:1]).any(axis=0)
+    return sorted({*results.columns[is_differing]} - IGNORED)
+
+
+def average(rows: pd.DataFrame) -> pd.Series:
+    """Return the values by seed.
+
+    Raises:
+        UserError: if the results differ in more than the seed, or a seed has two results.
+    """
+    differences = differing(rows)
+    if differences:
+        name = differences[0]
+        value = rows[name].dropna().iloc[0]
+        raise UserError(
+            f"`{name}` differs between {describe_results(rows, name)}, so they have no common mean. {ONE_AT_A_TIME} In a "
+            f"table of your own, a cell can also select one value, such as `{name}: {value}`."
+        )
+    values = rows[["seed", "value"]].drop_duplicates().set_index("seed")["value"].sort_index()
+    if values.index.has_duplicates:
+        seed = values.index[values.index.duplicated()][0]
+        is_of_seed = rows["seed"] == seed
+        if pd.isna(seed):
+            is_of_seed = rows["seed"].isna()
+        own = rows[is_of_seed]
+        raise UserError(f"One seed has two results, {describe_results(own, 'value')}. {ONE_AT_A_TIME}")
+    return values
+
+
+ONE_AT_A_TIME = "Report their folders one at a time, or move one of them away."
+
+
+def describe_results(rows: pd.DataFrame, column: str) -> str:
+    """Return the metric, the method and the task of results, and one file for each value of a column."""
+    first = rows.iloc[0]
+    places = []
+    for value, own in rows.groupby(column, sort=False, dropna=False):
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        files = [*dict.fromkeys(own["folder"])]
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        places.append(f"{files[0]}/{RESULTS_FILE}{more} ({text})")
+    return f"the results `{first['metric']}` of {first['method']} on {first['task']} in {' and '.join(places)}"
+
+
+def labelled(results: pd.DataFrame) -> pd.DataFrame:
+    """Add `label` and `setting`: a name, and the settings, checkpoints, sweeps or codes in which its results differ.
+
+    The name in `label` is the user's name of the method in a sweep, unless that is the name of a rule, else the method. It has
+    the learning rate as soon as that of one method has it. The name in `setting` is the method. The results are in the order
+    of `order_labels`, which all tables and legends have.
+    """
+    label = _with_settings(name_methods(results), results, ALIKE)
+    named = results.assign(label=label, setting=_with_settings(results["method"], results))
+    return named.sort_values("label", key=lambda labels: labels.map(order_labels(named)), kind="stable")
+
+
+def order_labels(results: pd.DataFrame) -> dict[str, int]:
+    """Return the place of each label: the base model, LoRA, the methods of a sweep in the order of its recipe, then others.
+
+    Those at the same place are ordered by their names and the numbers in them.
+
+    Args:
+        results: Results with the column `label`.
+    """
+    summaries = read_summaries(results["run"].dropna().unique())
+    keys = {}
+    for row in results.drop_duplicates("label").to_dict("records"):
+        methods = methods_of(summaries.get(row["run"], {}))
+        place = methods.index(row["variant"]) if row["variant"] in methods else len(methods)
+        numbers = [float(number) for number in re.findall(NUMBER, row["label"])]
+        name = _name_in_label(row["label"])
+        keys[row["label"]] = (name != BASE_MODEL, row["method"] != "LoRA", place, name, numbers, row["label"])
+    return {label: place for place, label in enumerate(sorted(keys, key=keys.get))}  # False comes before True
+
+
+NUMBER = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+"""Number in a label, such as 4, 0.5 or 1e-04."""
+
+ALIKE = ("recipe_learning_rate",)
+"""Settings that all labels have if one label has them. In an unfinished sweep, a method may have one learning rate so far."""
+
+SHORT_NAMES = {"recipe_learning_rate": "lr ", "recipe_num_loops": "K = ", "code": "code "}
+"""Short names of settings in labels. The others are written as "p = 0.5"."""
+
+
+def name_methods(results: pd.DataFrame) -> pd.Series:
+    """Return the user's name of each result's method in a sweep, unless that is the name of a rule, else the method.
+
+    The rule of a run may be the user's own, whose file is not imported here.
+    """
+    variants, rules = results["variant"], results.reindex(columns=["recipe_rule"])["recipe_rule"]
+    is_rule = variants.isin(RULES) | (variants == rules)
+    is_own = variants.notna() & ~is_rule & ~is_of_base(results)
+    return variants.where(is_own, results["method"])
+
+
+def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[str] = ()) -> pd.Series:
+    """Return the names of results, and the settings of their recipes, sweeps or codes in which those of one name differ.
+
+    Args:
+        names: Name of each result.
+        results: Results.
+        alike: Settings that all names have if the results of one name differ in them.
+    """
+    fields_of = {}
+    for name, rows in results.groupby(names):
+        fields_of[name] = differing(rows.filter(regex="^(recipe_|sweep$|code$)"))
+        if rows["checkpoint"].notna().any():  # also if all of them are of one, which is not the run's adapter
+            fields_of[name].append("checkpoint")
+    shared: set[str] = set()
+    for fields in fields_of.values():
+        shared.update({*alike}.intersection(fields))
+    texts = names.copy()
+    for name, rows in results.groupby(names):
+        fields = shared.union(fields_of[name])
+        for field in sorted(fields, key=lambda field: (field == "checkpoint", field)):  # a checkpoint comes last
+            title = SHORT_NAMES.get(field, f"{field.removeprefix('recipe_')} = ")
+            settings = f", {title}" + rows[field].map(_setting_text)
+            texts.loc[rows.index] += settings.where(rows[field].notna(), "")
+    return texts
+
+
+def _setting_text(value: Any) -> str:
+    """Return a setting as a text. A list of one value is written as the value."""
+    if isinstance(value, float) and value.is_integer():  # a whole number in a column where other results have none
+        return f"{value:.0f}"
+    return re.sub(r"^\[([^,]*)\]$", r"\1", str(value))
+
+
+def _name_in_label(label: str) -> str:
+    """Return the name that a label begins with. Settings may follow it."""
+    return label.split(", ")[0]
+
+
+def is_base_label(labels: Sequence[str] | pd.Series | pd.Index) -> np.ndarray:
+    """Return whether each label is of the base model, perhaps with settings, such as "base model, split_seed = 0"."""
+    return np.array([_name_in_label(str(label)) == BASE_MODEL for label in labels], dtype=bool)
+
+
+def has_seeds(labels: Sequence[str] | pd.Series | pd.Index) -> np.ndarray:
+    """Return whether the seeds of each label count. The base model, which has none, counts only if there is nothing else."""
+    is_trained = ~is_base_label(labels)
+    return is_trained | (not is_trained.any())
+
+
+def find_baseline(setting: str, settings: Iterable[str]) -> str | None:
+    """Return the first setting of LoRA that another setting has, too, such as "LoRA, lora_r = 8"."""
+    own_parts = {"LoRA", *setting.split(", ")}
+    for other in settings:
+        parts = {*other.split(", ")}
+        if "LoRA" in parts and parts <= own_parts:
+            return other
+    return None
+
+
+def tasks_of(accuracy: pd.DataFrame) -> list[str]:
+    """Return the tasks of accuracies: those with own problems, then held-out examples, then those that chose a rate."""
+    first = accuracy.drop_duplicates("task").set_index("task")["chose"]
+    return sorted(first.index, key=lambda task: (first[task], task == DEVELOPMENT))

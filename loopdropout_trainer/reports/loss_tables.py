@@ -1,0 +1,121 @@
+"""Tables of loss reductions, and of the losses at each depth and of the readout of each loop, by `diagnose` and trainings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pandas as pd
+
+from loopdropout_trainer.reports.frames import average, has_seeds, labelled
+from loopdropout_trainer.reports.tables import fit_title, mean_numbers, name_examples, spread_places
+from loopdropout_trainer.results.run_files import is_of_base
+
+
+REDUCTION_TITLE = "Loss reduction on {}, adapter in one loop only, in %, mean ± SD over seeds"
+
+
+class LossTable(NamedTuple):
+    """A table of losses.
+
+    Attributes:
+        name: Name of its files.
+        title: Text above it.
+        numbers: Columns `mean`, `sd` and `num_seeds` by `method` and by `K` or `loop`.
+        texts: Mean ± SD with a column for each depth or loop, and different numbers of seeds.
+    """
+
+    name: str
+    title: str
+    numbers: pd.DataFrame
+    texts: pd.DataFrame
+
+
+PLACES = {
+    "depth_loss": ("num_loops", "K", " with K loops"),
+    "readout_loss": ("loop", "loop", ", read out after each loop"),
+}
+"""Column of the place of each loss, the printed name of the place, and the words of the title."""
+
+
+def make_loss_tables(results: pd.DataFrame) -> list[LossTable]:
+    """Return the tables of losses by depth and by readout, one for each set of examples, and of readouts for each depth, too.
+
+    Args:
+        results: From `final_results`.
+    """
+    tables = []
+    for metric, (column, place, _) in PLACES.items():
+        losses = results[results["metric"] == metric]
+        keys = ["task", "n"] if column == "num_loops" else ["task", "n", "num_loops"]
+        has_depths = "num_loops" in keys and losses["num_loops"].nunique() > 1
+        for number, ((task, *_), rows) in enumerate(losses.groupby(keys, sort=False), start=1):
+            numbers = _average_places(rows, column, place)
+            title = title_losses(metric, task, rows)
+            if has_depths:  # with a table for each
+                title += f", at K = {rows['num_loops'].iloc[0]:g}"
+            title = fit_title(f"{title}, mean ± SD over seeds", numbers)
+            texts = spread_places(numbers, decimals=4).rename(columns=lambda name, head=place: _name_place(head, name))
+            title, texts = _move_seeds(title, texts)
+            name = metric if number == 1 else f"{metric}_{number}"
+            tables.append(LossTable(name, title, numbers, texts))
+    return tables
+
+
+def _move_seeds(title: str, texts: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """Return a table without its column `seeds` if its methods have equally many, whose number the title has then."""
+    seeds = texts.loc[has_seeds(texts.index), "seeds"].unique()
+    if len(seeds) == 1:
+        texts = texts.drop(columns="seeds")
+        title = title.replace("over seeds", f"over {seeds[0]} seeds")
+    return title, texts
+
+
+def reduction_numbers(reductions: pd.DataFrame) -> pd.DataFrame:
+    """Return the loss reductions (%) by method and active loop in the columns `mean`, `sd` and `num_seeds`.
+
+    Args:
+        reductions: A group of `split_reductions`.
+    """
+    lines = []
+    for (label, gates), rows in labelled(reductions).groupby(["label", "gates"], sort=False):
+        loops = "all loops" if gates == "unit" else gates
+        lines.append({"method": label, "adapter in": loops, **mean_numbers(average(rows))})
+    return pd.DataFrame(lines).set_index(["method", "adapter in"])
+
+
+def make_reduction_table(examples: str, numbers: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """Return the title and the texts of loss reductions, mean ± SD with one column for each loop.
+
+    Args:
+        examples: Description of the examples by `split_reductions`.
+        numbers: From `reduction_numbers`.
+    """
+    loops = numbers.index.get_level_values("adapter in").unique()
+    texts = spread_places(numbers, decimals=1)[[*loops, "seeds"]]
+    return _move_seeds(fit_title(REDUCTION_TITLE.format(examples), numbers), texts)
+
+
+def title_losses(metric: str, task: str, rows: pd.DataFrame) -> str:
+    """Return the title of losses on a task, whose metric is one of `PLACES`."""
+    _, _, words = PLACES[metric]
+    return f"Loss on {name_examples(task, rows)}{words}, in nats per token"
+
+
+def _average_places(rows: pd.DataFrame, column: str, place: str) -> pd.DataFrame:
+    """Return the means over seeds by method and place."""
+    named = labelled(rows)
+    # The base model is measured next to each training, in batches of other sizes, which round in another way.
+    of_base = is_of_base(named)
+    named.loc[of_base, "value"] = named[of_base].groupby(["label", column])["value"].transform("first")
+    lines = [
+        {"method": label, place: int(at), **mean_numbers(average(own))}
+        for (label, at), own in named.groupby(["label", column], sort=False)
+    ]
+    return pd.DataFrame(lines).set_index(["method", place])
+
+
+def _name_place(place: str, name: int | str) -> str:
+    """Return the head of a column, such as "K = 4" or "loop 4". The column `seeds` keeps its name."""
+    if isinstance(name, str):
+        return name
+    return f"K = {name}" if place == "K" else f"loop {name}"

@@ -1,0 +1,98 @@
+"""Which results are shown, if several measure the same or their weights no longer exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from loopdropout_trainer.files import is_checkpoint
+from loopdropout_trainer.results.run_files import DEVELOPMENT, is_of_training, measurement_key, read_run, weights_of
+from loopdropout_trainer.results.sweep_folder import RUN_NAME
+
+
+LOOP_METRICS = ("loss", "loss_reduction", "readout_loss", "readout_token_accuracy")
+"""Metrics that `single_loop_batches` measures."""
+
+
+def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Divide results into those that are shown, and those that repeat a measurement of a training itself.
+
+    A training's own result is the one in its run's folder without the column `adapter`. `evaluate` and `diagnose` can measure
+    the same again, perhaps on another number of examples, so that the results of two runs are not comparable any more.
+
+    Args:
+        rows: Results of `read_results` with the column `run`, the folder of their training.
+    """
+    # A folder is a run's if it has a result of a training, even if only the held-out loss of the base model is left of it, or
+    # the status of a run, which may have failed after it had measured the base model.
+    run_folders = {row["folder"] for row in rows if row["task"] == "training"}
+    for folder in {row["folder"] for row in rows} - run_folders:
+        if read_run(folder):
+            run_folders.add(folder)
+    is_own = [row["folder"] in run_folders and not row.get("adapter") for row in rows]
+    own_keys = {measurement_key(row) for row, own in zip(rows, is_own, strict=True) if own}
+    shown, repeated = [], []
+    for row, own in zip(rows, is_own, strict=True):
+        if own or measurement_key(row) not in own_keys:
+            shown.append(row)
+        else:
+            repeated.append(row)
+    return shown, repeated
+
+
+def split_choices(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Divide results into those that are shown, and losses of a sweep's run that only served the choice of a learning rate.
+
+    The run of the first seed has them, also if the recipe of the final runs asks for none, by `single_loop_batches: 0` or in
+    an older version by no such field. If `diagnose` has measured all seeds since, on its own number of examples, the seeds can
+    only be compared by its results.
+
+    Args:
+        rows: Results of `read_results` with the column `run`, the folder of their training.
+    """
+    measured_later = {measurement_key(row) for row in rows if row.get("adapter")}  # by `diagnose`
+    shown, of_choice = [], []
+    for row in rows:
+        if _is_loop_loss_of_sweep(row) and _is_of_one_seed(row, measured_later):
+            of_choice.append(row)
+        else:
+            shown.append(row)
+    return shown, of_choice
+
+
+def _is_loop_loss_of_sweep(row: dict[str, Any]) -> bool:
+    """Return whether a result is a loss of `single_loop_batches` that a run of a sweep has measured itself."""
+    if row.get("adapter") or not re.match(RUN_NAME, str(row.get("recipe_run_name"))):
+        return False
+    return row.get("task") == DEVELOPMENT and row["metric"] in LOOP_METRICS
+
+
+def _is_of_one_seed(row: dict[str, Any], measured_later: Collection[frozenset]) -> bool:
+    """Return whether only the run of the first seed has a loss, by the number of batches in the recipe of the final runs."""
+    num_batches = row.get("recipe_single_loop_batches")
+    if num_batches is None:  # of an older version, whose recipe does not tell it
+        return measurement_key(row) in measured_later
+    return num_batches == 0
+
+
+def split_replaced(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Divide results into those of present weights, and those of weights that a later training in a run's folder replaced.
+
+    The later training was longer, or began again. Results of checkpoints stay, because their folders name their steps.
+
+    Args:
+        rows: Results of `read_results` with the column `run`, the folder of their training.
+    """
+    weights: dict[str, set] = {}  # of a run. A copy of its folder may have other ones.
+    for row in rows:
+        if is_of_training(row) and row.get("training"):
+            weights.setdefault(row["run"], set()).add(weights_of(row))
+    present, replaced = [], []
+    for row in rows:
+        is_of_final_weights = row.get("adapter") and row.get("training") and not is_checkpoint(row["adapter"])
+        if is_of_final_weights and row["run"] in weights and weights_of(row) not in weights[row["run"]]:
+            replaced.append(row)
+        else:
+            present.append(row)
+    return present, replaced

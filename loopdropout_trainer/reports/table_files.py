@@ -1,0 +1,354 @@
+"""Tables of YAML files, the paper's and a user's own: their cells are filled with results (docs/reports.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import zip_longest
+from typing import Any
+
+import pandas as pd
+
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.files import recipe_names
+from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.reports.frames import average, has_method, select
+from loopdropout_trainer.reports.tables import NUMBERS, compare, mean_numbers, mean_sd, paired_gains
+from loopdropout_trainer.results.run_files import is_of_base
+from loopdropout_trainer.settings.recipe import load_recipe
+
+
+class Missing(UserError):
+    """A number that the results do not contain."""
+
+
+def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
+    """Return the selected results, by default accuracies. Raise `Missing` if a wanted seed, task or method has none."""
+    rows = select(results, {"metric": "accuracy", **wanted})
+    for name in ("seed", "task", "method"):
+        values = pd.Series(wanted.get(name, []), dtype=object)
+        if name == "method":
+            missing = [value for value in values if not has_method(rows, value).any()]
+        else:
+            missing = {*values} - {*rows[name]}
+        if rows.empty or missing:
+            raise Missing(f"no result with {describe_selection(wanted)}.{describe_methods(results, wanted)}")
+    return rows
+
+
+def describe_selection(wanted: dict) -> str:
+    """Return the values that select results, such as "method = LoRA or CoTo, task = gsm8k"."""
+    parts = []
+    for name, value in wanted.items():
+        values = pd.Series(value).unique()  # of a text, a number, a list or a column of the results
+        parts.append(f"{name} = {' or '.join(map(str, values)) or 'any value'}")
+    return ", ".join(parts)
+
+
+def describe_methods(results: pd.DataFrame, wanted: dict) -> str:
+    """Return a sentence with the methods of the results, if a wanted method is not among them."""
+    methods = [*results["method"].unique()]
+    in_sweeps = [name for name in results["variant"].dropna().unique() if name and name not in methods]
+    for method in pd.Series(wanted.get("method", [])):
+        if not has_method(results, method).any():
+            sentence = f" The results have the methods {', '.join(methods)}"
+            if in_sweeps:
+                sentence += f" (in sweeps {', '.join(in_sweeps)})"
+            if method in RULES:
+                sentence += f", and {method} is the rule of the method {RULES[method].title}"
+            return f"{sentence}.{closest_match(method, [*methods, *in_sweeps])}"
+    return ""
+
+
+@cache
+def describe_recipe(name: str, num_fitting_examples: int | None = None) -> dict[str, Any]:
+    """Return the settings of a recipe, `batch`, `steps`, and the `seeds`, `learning_rates` and `benchmarks` of its sweeps.
+
+    The steps count the examples that fit into `max_length`, if their number is given, because the others are left out.
+    """
+    recipe = load_recipe(name)
+    batch = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+    num_examples = num_fitting_examples or recipe["num_train_examples"]
+    steps = recipe["num_train_epochs"] * math.ceil(num_examples / batch)
+    values: dict[str, set] = {"learning_rates": set(), "seeds": set(), "benchmarks": set()}
+    for sweep in _measuring_sweeps():
+        if sweep.get("recipe") == name:
+            settings = {**sweep, **sweep["measure"]}
+            for field, used in values.items():
+                used.update(settings[field])
+    texts = {field: ", ".join(map(str, sorted(used))) for field, used in values.items()}
+    return {**recipe, "batch": batch, "steps": steps, **texts}
+
+
+@cache
+def _measuring_sweeps() -> list[dict[str, Any]]:
+    """Return the sweeps of the package that measure their final runs. It reads all recipes, which takes a second."""
+    return [recipe for recipe in map(load_recipe, recipe_names()) if "measure" in recipe]
+
+
+def fill_cell(
+    results: pd.DataFrame,
+    *,
+    show: str = "mean",
+    minus: dict | None = None,
+    part: str | None = None,
+    of: str | None = None,
+    decimals: int = 2,
+    scale: float = 1.0,
+    recipe: str | None = None,
+    num_fitting_examples: int | None = None,
+    **wanted: Any,
+) -> tuple[str, dict[str, Any]]:
+    """Return the text of a cell, and its numbers by `CELL_NUMBERS`, as far as it has numbers.
+
+    Args:
+        results: from `load_results`.
+        show: `mean` (± SD over seeds, or a difference with its interval), `seeds` (the value of each seed), or a column.
+        minus: columns of the results to subtract, paired by seed.
+        part: part of this difference by `answer_decomposition`, such as `gain_both_answered`.
+        of: cost of the training to show, such as `train_seconds`.
+        decimals: digits after the decimal point.
+        scale: factor on the values.
+        recipe: file whose setting `show`, or value of `describe_recipe`, is the text.
+        num_fitting_examples: argument of `describe_recipe`.
+        wanted: values of the columns that select the results.
+    """
+    check_cell(minus, of, scale, wanted)
+    if recipe:
+        return str(describe_recipe(recipe, num_fitting_examples)[show]), {}
+    rows = find(results, wanted)
+    if minus:
+        other = find(results, subtract_from(results, wanted, minus))
+        gain = compare(rows, other, part)
+        if gain is None:
+            return "–", {}
+        if math.isnan(gain.difference):
+            return gain.text() or "–", gain._asdict()
+        gains = paired_gains(rows, other, part)
+        numbers = {**gain._asdict(), "num_seeds": len(gains), **describe_problems(rows)}
+        if show == "seeds":
+            return " / ".join(f"{value:+.{decimals}f}" for value in gains), numbers
+        return gain.text(decimals), numbers
+    if of:
+        costs = find(results, {"task": "training", "metric": of})
+        rows = costs[costs["run"].isin(rows["run"])]
+    by_task = [average(own) for _, own in rows.groupby("task")]
+    values = pd.concat(by_task, axis=1).dropna().mean(axis=1) * scale  # by seed
+    numbers = {**mean_numbers(values), **describe_problems(rows)}
+    if is_of_base(rows).all():
+        numbers["num_seeds"] = None
+    if show == "mean":
+        return mean_sd(values, decimals), numbers
+    if show == "seeds":
+        return " / ".join(f"{value:.{decimals}f}" for value in values), numbers
+    return f"{rows[show].iloc[0]:g}", {}
+
+
+def check_cell(minus: dict | None, of: str | None, scale: float, wanted: dict) -> None:
+    """Raise UserError if the options of a cell do not go together."""
+    if minus and (of or scale != 1):
+        raise UserError("`minus` must not be set together with `of` or `scale`: it compares accuracies in points.")
+    if of and wanted.get("task") == "training" and "metric" not in wanted:
+        raise UserError(
+            f"`task` must be one with accuracies next to `of`, got training. Leave it out, or set `metric: {of}` for `of`."
+        )
+
+
+def subtract_from(results: pd.DataFrame, wanted: dict, minus: dict) -> dict[str, Any]:
+    """Return the columns that select the results to subtract.
+
+    `method` and `variant` both name a method. If `minus` has one of them, which contradicts the other one of the cell, the
+    other one is left out.
+    """
+    both = {**wanted, **minus}
+    for name, other in (("method", "variant"), ("variant", "method")):
+        if name in minus and other in wanted and other not in minus and not has_both(results, both):
+            return {column: value for column, value in both.items() if column != other}
+    return both
+
+
+def has_both(results: pd.DataFrame, wanted: dict) -> bool:
+    """Return whether there is a result with the method and the variant of a selection."""
+    both = [has_method(results, method) for method in pd.Series(wanted["method"])]
+    is_of_method = pd.concat(both, axis=1).any(axis=1)
+    return bool((is_of_method & results["variant"].isin(pd.Series(wanted["variant"]))).any())
+
+
+def describe_problems(rows: pd.DataFrame) -> dict[str, Any]:
+    """Return `num_problems`, the problems of accuracies on all tasks, and `chose`, whether they chose a learning rate.
+
+    Other metrics have no problems.
+    """
+    if {*rows["metric"]} != {"accuracy"}:
+        return {"chose": rows["chose"].any()}
+    return {"num_problems": rows.groupby("task")["n"].first().sum(), "chose": rows["chose"].any()}
+
+
+CELL_NUMBERS = ["num_problems", "chose", *NUMBERS]
+"""Columns of numbers of a cell in a CSV file."""
+
+
+def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, Any], Any]]:
+    """Yield the heads, the title of the column, the selection and the paper's number of each cell, row by row."""
+    for row in spec["rows"]:
+        heads, wanted = {}, dict(spec.get("filter", {}))
+        for (title, column), head in zip(spec["heads"].items(), row, strict=False):
+            if isinstance(head, dict):  # the text of the head, and the columns that it selects
+                if len(head) != 1:
+                    raise UserError(
+                        f"A head in `rows` must be a column's value or `{{text: {{column: value}}}}`, got {head}."
+                    )
+                text, selection = next(iter(head.items()))
+            else:
+                text, selection = str(head), {column: head}
+            heads[title] = text
+            wanted |= selection
+        papers = row[len(heads) :]  # it has no numbers if the paper has none
+        if len(papers) > len(spec["columns"]):
+            raise UserError(
+                f"A row must have at most one number for each of the {len(spec['columns'])} columns, got {row}."
+            )
+        for (title, column), paper in zip_longest(spec["columns"].items(), papers):
+            yield heads, title, {**wanted, **column}, paper
+
+
+def check_fields(spec: dict, types: dict[str, type], kind: str) -> None:
+    """Raise UserError if the content of a YAML file does not have a field, or has it as another type.
+
+    Args:
+        spec: Content of the file.
+        types: Type of each field that must be set.
+        kind: "table" or "figure".
+    """
+    words = {str: "a text", dict: "a mapping", list: "a list"}
+    for name, wanted_type in types.items():
+        if name not in spec:
+            raise UserError(f"`{name}` must be set for a {kind}. The file has {', '.join(spec)}.")
+        if not isinstance(spec[name], wanted_type):
+            raise UserError(f"`{name}` of a {kind} must be {words[wanted_type]}, got {short_repr(spec[name])}.")
+
+
+def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Return a table with one line for each number, next to the paper's, and sentences about the missing numbers.
+
+    The columns `CELL_NUMBERS` have the numbers of the text in the column `here`.
+
+    Args:
+        spec: content of a YAML file (docs/reports.md).
+        results: from `load_results`.
+    """
+    check_fields(spec, {"title": str, "heads": dict, "columns": dict, "rows": list}, "table")
+    lines, missing = [], []
+    decimals = {"decimals": find_decimals(spec)}
+    for heads, title, wanted, paper in read_numbers(spec):
+        defaults = decimals if wanted.get("minus") else {}
+        text, numbers = "–", {}
+        try:
+            text, numbers = fill_cell(results, **{**defaults, **wanted})
+        except Missing as reason:
+            missing.append((wanted.get("sweep"), f"{', '.join(heads.values())}, {title}", reason))
+        lines.append(
+            {**heads, "column": title, "here": text, "paper": paper, **dict.fromkeys(CELL_NUMBERS), **numbers}
+        )
+    table = pd.DataFrame(lines)
+    texts = table.drop(columns=CELL_NUMBERS).dropna(axis=1, how="all").astype(object).fillna("–").astype(str)
+    numbers = table[CELL_NUMBERS].assign(chose=table["chose"].eq(True))
+    return texts.join(numbers), describe_missing(missing)
+
+
+def find_decimals(spec: dict) -> int:
+    """Return the decimals of the differences of a table that set none: those of its means, as far as they set some, else 2."""
+    decimals = []
+    for column in spec["columns"].values():
+        is_mean = column.keys().isdisjoint(("minus", "of", "metric"))
+        if is_mean and "decimals" in column:
+            decimals.append(column["decimals"])
+    return max(decimals, default=2)
+
+
+def describe_missing(missing: list[tuple]) -> list[str]:
+    """Return a sentence for each sweep about its missing numbers.
+
+    Args:
+        missing: The sweep or the sweeps, the place in the table and the reason of each missing number.
+    """
+    by_sweep: dict[str, list[tuple]] = {}
+    for sweep, place, reason in missing:
+        sweeps = sweep if isinstance(sweep, list) else [sweep]
+        by_sweep.setdefault(" or ".join(map(str, sweeps)), []).append((place, reason))
+    sentences = []
+    for sweep, places in by_sweep.items():
+        place, reason = places[0]
+        if len(places) == 1:
+            sentences.append(f"Missing: {place}: {reason}")
+            continue
+        of_sweep = "" if sweep == "None" else f" of the sweep {sweep}"
+        sentences.append(f"Missing: {len(places)} numbers{of_sweep}. The first is {place}: {reason}")
+    return sentences
+
+
+NOT_COMPARED = {"show", "minus", "part", "of", "recipe", "metric"}
+"""Options of cells that are not accuracies, and so have no best value."""
+
+
+def compared_lines(spec: dict) -> list[list[int]]:
+    """Return the lines of the table of `build_table` whose settings are equal apart from the method, in groups."""
+    groups: dict[str, list[int]] = {}
+    for line, (_, _, wanted, _) in enumerate(read_numbers(spec)):
+        if NOT_COMPARED & wanted.keys():
+            continue
+        settings = {name: value for name, value in wanted.items() if name not in ("method", "variant")}
+        groups.setdefault(repr(sorted(settings.items())), []).append(line)
+    return list(groups.values())
+
+
+def find_best(spec: dict, table: pd.DataFrame, source: str) -> list[int]:
+    """Return the lines of a table with the best accuracies among methods at equal settings.
+
+    There is no best one if an accuracy is missing, if they are not a test, or if all of them are equal. Ours also need the
+    same number of seeds: a failed run could make a method the best one. The base model has no seeds.
+
+    Args:
+        spec: content of a YAML file (docs/reports.md).
+        table: from `build_table`.
+        source: column of the accuracies, "paper" or "here".
+    """
+    best = []
+    for lines in compared_lines(spec):
+        own = table.loc[lines]
+        means = own[source].str.extract(r"^([-+]?[\d.]+)")[0].astype(float)
+        is_test = not own["chose"].any()
+        has_equal_seeds = source == "paper" or own["num_seeds"].nunique() <= 1
+        if is_test and has_equal_seeds and means.notna().all() and means.nunique() > 1:
+            best += means.index[means == means.max()].tolist()
+    return best
+
+
+def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) -> pd.DataFrame:
+    """Return a table with the rows and columns of its file. The paper's number and ours are in neighboring columns, if any.
+
+    Args:
+        spec: content of a YAML file (docs/reports.md).
+        table: from `build_table`.
+        mark_best: Function from the text of a best value (`find_best`) to the marked text, for example bold.
+    """
+    sources = [name for name in ("paper", "here") if name in table]
+    has_paper = "paper" in sources
+    texts = table[sources].copy()
+    for source in sources:
+        best = find_best(spec, table, source)
+        texts.loc[best, source] = texts.loc[best, source].map(mark_best)
+    rows = []
+    width = len(spec["columns"])
+    heads = table.reindex(columns=[*spec["heads"]], fill_value="–")  # rows may leave out the last heads
+    for start in range(0, len(table), width):
+        cells = texts.iloc[start : start + width]
+        titles = table["column"].iloc[start : start + width]
+        row = heads.iloc[start].to_dict()
+        for title, (_, own) in zip(titles, cells.iterrows(), strict=True):
+            for source in sources:
+                head = f"{title}, {source}" if has_paper else title
+                row[head] = own[source]
+        rows.append(row)
+    return pd.DataFrame(rows).set_index([*spec["heads"]])

@@ -1,0 +1,78 @@
+"""The differences between the recipes of two runs, and the settings in which they may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from loopdropout_trainer.errors import short_repr
+from loopdropout_trainer.results.run_files import read_recipe
+from loopdropout_trainer.settings.arguments import names_of
+
+
+UNCOMPARED = names_of("never")
+"""Settings that `compare_recipes` ignores by default, since they do not change a result."""
+
+MEASURED = names_of("score", "measurement", "output")
+"""Settings of the steps after the training. They may change after a run has finished."""
+
+LENGTH = {"max_steps", "num_train_epochs", "early_stopping_patience"}
+"""Settings that may change when a run is resumed, usually to make it longer."""
+
+RESUMABLE = UNCOMPARED | MEASURED | LENGTH | names_of("monitoring")
+"""Settings that may change if a run is resumed. The weights after a step do not depend on them, except that the
+schedules of the learning rate and of gates read the length."""
+
+
+class Difference(NamedTuple):
+    """A field in which two recipes differ. Its text is a clause, "`learning_rate` changed from 0.001 to 0.0003"."""
+
+    field: str
+    saved: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"`{self.field}` changed from {self._text(self.saved)} to {self._text(self.new)}"
+
+    def _text(self, value: Any) -> str:
+        if self.field == "num_loops" and value is None:
+            return "the model's own"
+        if value is None:
+            return "the default"
+        return short_repr(value)
+
+
+def compare_recipes(
+    saved: Mapping[str, Any],
+    new: Mapping[str, Any],
+    ignored: Collection[str] = UNCOMPARED,
+    fields: Collection[str] | None = None,
+) -> Difference | None:
+    """Find the first difference between two recipes.
+
+    Args:
+        saved: settings of the earlier run. new: settings of the later run.
+        ignored: fields that may differ.
+        fields: fields to compare. Default: all.
+
+    Returns:
+        The first field that differs, with its values, or None without a difference.
+    """
+    if fields is None:
+        fields = {**saved, **new}
+    for name in fields:
+        if name not in ignored and saved.get(name) != new.get(name):
+            return Difference(name, saved.get(name), new.get(name))
+    return None
+
+
+def find_difference(
+    folder: str | Path,
+    new: Mapping[str, Any],
+    ignored: Collection[str] = UNCOMPARED,
+    fields: Collection[str] | None = None,
+) -> Difference | None:
+    """Compare the recipe of the run in a folder, if there is one, with a new recipe, as `compare_recipes` does."""
+    saved = read_recipe(folder)
+    return compare_recipes(saved, new, ignored, fields) if saved else None

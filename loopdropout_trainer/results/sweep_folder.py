@@ -1,0 +1,204 @@
+"""The folder of a sweep: its runs, and the file that says which learning rates it has chosen and how far it is.
+
+A run is in `METHOD/lr_X/seed_S` of the folder. Several sweeps can share a folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from loopdropout_trainer.files import lock_file, read_json_object, write_file
+from loopdropout_trainer.results.run_files import has_trained
+
+
+SETTINGS_FILE = "sweep_recipe.yaml"
+"""File in the folder of a run with the recipe that the sweep gives to its training."""
+
+SUMMARY_FILE = "summary.json"
+"""File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings`, `finished`, `failed`,
+`waiting`, `other_code` and `run_seconds` (by the kind of a run) by method, and the table `accuracy`.
+
+If all `trainings` have ended, the method may still not be `finished`, because measurements are missing.
+"""
+
+
+RUN_NAME = r"^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_"
+"""Beginning of the `run_name` of a sweep's run, "SWEEP/METHOD/lr_X/seed_S": the sweep, and its name of the method."""
+
+
+class SweepRun(NamedTuple):
+    """One start of the training script. If `selects` is true, it only serves the choice of the learning rate."""
+
+    method: str
+    learning_rate: float
+    seed: int
+    selects: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}/lr_{self.learning_rate:.6g}/seed_{self.seed}"
+
+
+def list_runs(folder: str | Path) -> list[Path]:
+    """Return the folders of the runs that a sweep has started in a folder."""
+    return sorted(path.parent for path in Path(folder).glob(f"*/lr_*/seed_*/{SETTINGS_FILE}"))
+
+
+def folder_of_run(run: str | Path) -> Path | None:
+    """Return the folder of the sweep of a run, or None for a run in another place, such as a copy."""
+    run = Path(run)
+    if not (run.name.startswith("seed_") and run.parent.name.startswith("lr_")):
+        return None
+    return run.parent.parent.parent
+
+
+def name_in_sweep(folder: str | Path) -> str | None:
+    """Return the name METHOD/lr_X/seed_S of the folder of a sweep's run, with a folder in it, or None in another place."""
+    folder = Path(folder)
+    for run in (folder, folder.parent):  # of a checkpoint or a merged model
+        sweep = folder_of_run(run)
+        if sweep is not None:
+            return folder.relative_to(sweep).as_posix()
+    return None
+
+
+def read_summary(folder: str | Path) -> dict[str, dict[str, Any]]:
+    """Return the content of a sweep's summary, or an empty dict if there is no readable one, as in older folders."""
+    try:
+        return read_json_object(Path(folder, SUMMARY_FILE))
+    except (OSError, ValueError):
+        return {}
+
+
+def read_summaries(runs: Iterable[str]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the summary of the sweep of each run, as `read_summary` does. It is empty for a run in another place."""
+    by_folder: dict[Path | None, dict[str, dict[str, Any]]] = {None: {}}  # a sweep has many runs
+    summaries = {}
+    for run in runs:
+        folder = folder_of_run(run)
+        if folder not in by_folder:
+            by_folder[folder] = read_summary(folder)
+        summaries[run] = by_folder[folder]
+    return summaries
+
+
+def methods_of(summary: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the methods of a summary in the order of the sweep's recipe."""
+    return [*dict.fromkeys([*summary.get("full_grid", {}), *summary.get("choices", {})])]
+
+
+def update_summary(folder: str | Path, **facts: Any) -> None:
+    """Write a sweep's summary. The facts of the methods of other sweeps in the folder stay.
+
+    Args:
+        folder: Folder of the sweep.
+        **facts: Mappings by method, or other values, which replace the former ones.
+    """
+    path = Path(folder, SUMMARY_FILE)
+    with lock_file(path):
+        summary = read_summary(folder)
+        for name, value in facts.items():
+            if isinstance(value, dict):
+                summary[name] = {**summary.get(name, {}), **value}
+            else:
+                summary[name] = value
+        write_file(path, json.dumps(summary, indent=1) + "\n")
+
+
+def only_chose_rate(summary: dict[str, dict[str, Any]], method: str, learning_rate: float) -> bool | None:
+    """Return whether the run of a method with a learning rate only served the choice of another one.
+
+    Args:
+        summary: From `read_summary`.
+        method: Name of the method in the sweep.
+        learning_rate: Learning rate of the run.
+
+    Returns:
+        The answer, or None if the sweep has left no summary about the method.
+    """
+    if summary.get("full_grid", {}).get(method):
+        return False
+    if method not in summary.get("choices", {}):
+        return None
+    return learning_rate != summary["choices"][method]["best"]  # before the choice, all runs only serve it
+
+
+def find_choosing_task(summary: dict[str, dict[str, Any]], method: str) -> str | None:
+    """Return what chooses the learning rate of a method: a task, by its accuracy, or `eval_loss`. None: nothing is chosen.
+
+    Args:
+        summary: From `read_summary`. An older one does not name the task.
+        method: Name of the method in the sweep.
+    """
+    if summary.get("full_grid", {}).get(method):
+        return None
+    return summary.get("select_on", {}).get(method, "development")
+
+
+def describe_unchosen(folder: str | Path) -> dict[str, str]:
+    """Return the reason, if it is known, why each method of the sweep in a folder has no learning rate yet."""
+    choices = read_summary(folder).get("choices", {})
+    return {method: choice.get("remark") or "" for method, choice in choices.items() if choice["best"] is None}
+
+
+def describe_choice(method: str, best: float, remark: str = "") -> str:
+    """Return a line about the learning rate that a sweep has chosen for a method, with the remark of its `Choice`."""
+    return f"{method}: learning rate {best}. {remark}".rstrip()
+
+
+def describe_choices(folder: str | Path) -> list[str]:
+    """Return a line about the learning rate of each method that the sweep in a folder has chosen."""
+    choices = read_summary(folder).get("choices", {})
+    return [
+        describe_choice(method, choice["best"], choice.get("remark") or "")
+        for method, choice in choices.items()
+        if choice["best"] is not None
+    ]
+
+
+def describe_progress(folder: str | Path) -> str:
+    """Return a sentence about an unfinished sweep, or "" for a finished one and for a folder without a summary."""
+    summary = read_summary(folder)
+    trainings, finished = summary.get("trainings", {}), summary.get("finished", {})
+    # The sweep itself decides it. The summary of an older version has the numbers only.
+    if all(finished.get(method, ended == total) for method, (ended, total) in trainings.items()):
+        return ""
+    # A training goes on after a kill of its sweep, and other machines end theirs.
+    uncounted = [name for name in _chain(summary, "waiting") if has_trained(Path(folder, name))]
+    num_ended = sum(ended for ended, _ in trainings.values()) + len(uncounted)
+    total = sum(number for _, number in trainings.values())
+    missing = ""
+    if uncounted:
+        missing = f", with {', '.join(uncounted)}, which the sweep has not counted yet"
+    elif num_ended == total:
+        missing = ", but measurements are missing"
+    remarks = ""
+    failed = [name for name in _chain(summary, "failed") if name not in uncounted]  # since the last start of the sweep
+    if failed:
+        remarks += f" (failed: {', '.join(failed)})"
+    other_code = _chain(summary, "other_code")
+    if other_code:
+        remarks += f" (of an earlier `--import` file, and not counted: {', '.join(other_code)})"
+    return (
+        f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}. The same "
+        "`loopdropout sweep` command continues it."
+    )
+
+
+def _chain(summary: dict[str, dict[str, Any]], name: str) -> list[str]:
+    """Return the names of the runs of all methods in a field of a summary. An older one may lack the field."""
+    return [*chain.from_iterable(summary.get(name, {}).values())]
+
+
+def describe_interruption(folder: str | Path) -> str:
+    """Return a sentence about a sweep that a signal has stopped: how far it is, or that all of its runs are finished."""
+    progress = describe_progress(folder)
+    if progress:
+        return progress
+    if not read_summary(folder).get("trainings"):  # it was stopped before its first line
+        return "interrupted."
+    return f"All runs of the sweep in {folder} are finished. Print the results with `loopdropout report {folder}`."

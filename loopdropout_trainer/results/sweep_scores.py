@@ -1,0 +1,79 @@
+"""The score of a sweep's run, which chooses the learning rate: how it is read from the folder of the run, and named.
+
+A score is a pair, of which a higher one is better: the number that `select_on` of the sweep names, and the negative held-out
+loss, which breaks ties.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from loopdropout_trainer.results.run_files import DEVELOPMENT, read_own_results, read_run
+
+
+NON_FINITE = (-math.inf, -math.inf)
+"""Score of a run whose training has failed with a loss that is not finite."""
+
+
+def read_score(folder: Path, select_on: str) -> tuple[float, float] | None:
+    """Return the score of the run in a folder, `NON_FINITE` if its training failed, or None if it is not measured."""
+    if read_run(folder).get("status") == "non-finite":
+        return NON_FINITE
+    results = read_own_results(folder)
+    rows = [row for row in results if row["gates"] == "unit"]
+    depths = {row.get("num_loops") for row in results if row["task"] == "training"}
+    if depths:  # a final run can have accuracies on the same task at other depths, which choose nothing
+        rows = [row for row in rows if row.get("num_loops") in depths]
+    values = {(row["metric"], row["task"]): row["value"] for row in rows}
+    loss = values.get(("eval_loss", "training"), values.get(("loss", DEVELOPMENT), math.inf))
+    score = values.get(("accuracy", select_on), -math.inf)
+    if select_on == "eval_loss":
+        score = -loss
+    return (score, -loss) if score > -math.inf else None
+
+
+def name_score(score: tuple[float, float] | None, select_on: str) -> str:
+    """Return a score with its name and unit, or "" without a score."""
+    if score is None:
+        return ""
+    if score == NON_FINITE:
+        return "held-out loss not finite" if select_on == "eval_loss" else "loss not finite"
+    if select_on == "eval_loss":
+        return f"held-out loss {-score[1]:.4f} nats per token"
+    return f"accuracy {score[0]:.2f}% on {select_on}"
+
+
+def find_accuracy(folder: Path, select_on: str) -> str | None:
+    """Return the first accuracy of a run on a task that does not choose the learning rate, with its name, or None."""
+    for row in read_own_results(folder):
+        is_default = row["gates"] == "unit" and row["metric"] == "accuracy"
+        if is_default and row["task"] not in (DEVELOPMENT, select_on):
+            return f"accuracy {row['value']:.2f}% on {row['task']} at K = {row['num_loops']}"
+    return None
+
+
+def describe_edge(scores: Mapping[float, tuple[float, float]], best: float, extend_grid: bool, select_on: str) -> str:
+    """Return a remark if the best learning rate is at the edge of its grid, or others have the same score, or "".
+
+    Args:
+        scores: Score of each learning rate.
+        best: Learning rate that is chosen.
+        extend_grid: Whether the sweep adds learning rates at the edge, as far as it may.
+        select_on: Task that chooses the learning rate, or `eval_loss`.
+    """
+    remarks = []
+    if best in (min(scores), max(scores)):
+        side = "smaller" if best == min(scores) else "larger"
+        remedy = f"a {side} one to `--learning_rates`"
+        if not extend_grid:
+            remedy = f"`--extend_grid true`, or {remedy}"
+        remarks.append(f"It is at the edge of the grid. Add {remedy}.")
+    ties = [f"{rate:g}" for rate, (score, _) in scores.items() if score == scores[best][0]]
+    if len(ties) > 1:
+        remarks.append(
+            f"The selection was uninformative. {' and '.join(ties)} have equal scores on {select_on}. The tie was broken by "
+            "the held-out loss, then by the smaller rate."
+        )
+    return " ".join(remarks)

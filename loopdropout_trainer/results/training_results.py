@@ -1,0 +1,167 @@
+"""The results and the recipe of a training, from its trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence, Sized
+from contextlib import suppress
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from loopdropout_trainer.files import checkpoint_step, public_name
+from loopdropout_trainer.settings.arguments import describe_adapter
+from loopdropout_trainer.settings.library_fields import SAFE_VALUES
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import Trainer
+
+UNITS = {
+    "train_loss": "nats",
+    "eval_loss": "nats",
+    "num_tokens": "tokens",
+    "train_seconds": "s",
+    "step_seconds": "s",
+    "tokens_per_second": "tokens/s",
+    "peak_memory_gb": "GB",
+}
+"""Units of the results of a training. The others are numbers."""
+
+
+def saved_step(trainer: Trainer) -> int:
+    """Return the optimizer step of a trainer's weights, which is the best one after `load_best_model_at_end`."""
+    state = trainer.state
+    loads_best = trainer.args.load_best_model_at_end and not trainer.is_cut_off
+    if loads_best and state.best_model_checkpoint is not None:
+        return checkpoint_step(state.best_model_checkpoint)  # the best step may have no checkpoint
+    return state.global_step
+
+
+def result_columns(trainer: Trainer, method: str) -> dict[str, Any]:
+    """Return the columns that all results of a trainer's model share."""
+    return {
+        "method": method,
+        "num_loops": trainer.num_loops,
+        "seed": trainer.args.seed,
+        "step": saved_step(trainer),
+        "training": trainer.training_id,
+    }
+
+
+def count_examples(dataset: Dataset) -> tuple[int, int | None]:
+    """Return the number of examples of a dataset, and the number of the rows that they are packed into, or None."""
+    if "seq_lengths" not in dataset.column_names:
+        return len(dataset), None
+    return sum(len(lengths) for lengths in dataset["seq_lengths"]), len(dataset)
+
+
+def mean_loss(history: Sequence[Mapping[str, float]]) -> float:
+    """Return the training loss of a log: the mean over all steps, also of those before an interruption, or NaN without a loss.
+
+    A logged loss is the mean over the steps since the loss before it.
+    """
+    total, last_step = 0.0, 0
+    for log in history:
+        if "loss" in log:
+            total += log["loss"] * (log["step"] - last_step)
+            last_step = log["step"]
+    return total / last_step if last_step else math.nan
+
+
+def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, Any]]:
+    """Return the results of a training, without the columns of `task`, `method`, `seed` and `num_loops`.
+
+    `eval_loss` belongs to the weights that the trainer has now: it is measured at their step, or before if no evaluation was
+    at the last step.
+
+    Args:
+        trainer: Trainer after its training.
+        first_step: Number of steps before the last interruption, whose time is estimated from the steps after it.
+    """
+    import numpy as np
+    import torch
+    from datasets import Dataset
+
+    history, num_steps = trainer.state.log_history, trainer.state.global_step
+    last = {name: value for log in history for name, value in log.items()}
+    eval_losses = [log["eval_loss"] for log in history if "eval_loss" in log and log["step"] <= saved_step(trainer)]
+    rewards = [log["reward"] for log in history if "reward" in log]
+    tenth = max(1, len(rewards) // 10)
+    sampling = sum(getattr(callback, "seconds", 0) for callback in trainer.callback_handler.callbacks)
+    seconds = (last.get("train_runtime", math.nan) - sampling) * num_steps / (num_steps - first_step or math.nan)
+    num_tokens = last.get("num_tokens", math.nan)
+    num_examples, num_packed_rows = math.nan, None
+    if isinstance(trainer.train_dataset, Dataset):
+        num_examples, num_packed_rows = count_examples(trainer.train_dataset)
+    elif isinstance(trainer.train_dataset, Sized):
+        num_examples = len(trainer.train_dataset)
+    values = {
+        "train_loss": mean_loss(history),
+        "eval_loss": eval_losses[-1] if eval_losses else math.nan,
+        "examples": num_examples,
+        "packed_rows": math.nan if num_packed_rows is None else num_packed_rows,
+        "trainable_parameters": trainer.model.get_nb_trainable_parameters()[0],
+        "num_tokens": num_tokens,
+        "train_seconds": seconds,
+        "step_seconds": seconds / num_steps,
+        "tokens_per_second": num_tokens / seconds,
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 or math.nan,
+    }
+    if rewards:
+        values |= {"reward_first": np.mean(rewards[:tenth]), "reward_last": np.mean(rewards[-tenth:])}
+    return [
+        {"metric": name, "value": value, "unit": UNITS.get(name, ""), "gates": "unit"}
+        for name, value in values.items()
+        if not math.isnan(value)
+    ]
+
+
+ALWAYS_SAVED = (
+    "rule",
+    "p",
+    "learning_rate",
+    "seed",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)
+"""Arguments of a training that `training_recipe` has also if the user has not given them."""
+
+_UNSAVED = {
+    "output_dir",
+    "resume_from_checkpoint",
+    "hub_token",
+    "model_init_kwargs",  # the model has fields of its own
+    "generation_batch_size",  # GRPOConfig derives it
+    *SAFE_VALUES,
+}
+"""Arguments of a training that `training_recipe` leaves out, also because they can run code."""
+
+
+def training_recipe(trainer: Trainer) -> dict[str, Any]:
+    """Return the settings of a training in Python as a recipe. It has no data, which the program made.
+
+    It has the fields that the user has given, and not the values that the libraries have chosen for this machine.
+    """
+    model, args, facts = trainer.model, trainer.args, trainer.looped.trained_with
+    recipe = {
+        "model_name_or_path": public_name(model.get_base_model().config.name_or_path),
+        "model_revision": facts.get("base_revision"),
+        "num_loops": trainer.num_loops,
+        "dtype": facts.get("dtype"),
+        "adapter_name_or_path": None if facts.get("earlier_trainings") else facts.get("initial_adapter"),
+        **describe_adapter(model),
+    }
+    recipe = {name: value for name, value in recipe.items() if value is not None}
+    given = {*args.given_fields()} - _UNSAVED
+    for field in dataclasses.fields(trainer.config_class):
+        value = getattr(args, field.name)
+        if field.name in given or field.name in ALWAYS_SAVED and value is not None:
+            value = value.value if isinstance(value, Enum) else value
+            with suppress(TypeError):  # an object, such as `accelerator_config`
+                recipe[field.name] = json.loads(json.dumps(value))
+    return recipe

@@ -1,0 +1,119 @@
+"""The value of a field, from a recipe or the words of a command line, with the type and the choices of the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os.path
+import sys
+from collections.abc import Collection, Sequence
+from enum import Enum
+from typing import Any, get_args, get_origin
+
+from loopdropout_trainer.errors import UserError, check_type, closest_match, describe_type, short_repr
+from loopdropout_trainer.settings.field_hints import HOW_TO_COMPARE
+from loopdropout_trainer.settings.fields import check_value, single_types
+from loopdropout_trainer.settings.read_yaml import read_yaml
+
+
+def _is_list(hint: Any) -> bool:
+    """Return whether a field takes several values."""
+    types = single_types(hint)
+    return _item_type(types) is not None or list in types
+
+
+def is_optional(hint: Any) -> bool:
+    """Return whether a field takes None. Another field with the value `null` has its default."""
+    return type(None) in get_args(hint)
+
+
+def read_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
+    """Return a value as a field takes it. Raise UserError unless it has the field's type, choices and bounds."""
+    value = _fit(value, hint)
+    _check_choice(field, value, hint)
+    if isinstance(value, list):
+        _check_single(field.name, value, hint)
+    check_type(f"`{field.name}`", value, hint, field.metadata.get("kinds"))
+    check_value(field, value, hint)
+    return value
+
+
+def _check_single(name: str, values: Sequence[Any], hint: Any) -> None:
+    """Raise UserError that says how to compare values if one of `HOW_TO_COMPARE` has several ones."""
+    if name in HOW_TO_COMPARE and len(values) > 1 and not _is_list(hint):
+        words = short_repr([*values])
+        raise UserError(
+            f"`{name}` must be {describe_type(hint)}, got {words}. To compare several, {HOW_TO_COMPARE[name]}."
+        )
+
+
+def _fit(value: Any, hint: Any) -> Any:
+    """Return a value as a field's type takes it: a list, a float of an integer, a text of a number, or a path without `~`."""
+    types = single_types(hint)
+    item_type = _item_type(types)
+    takes_lists_only = str not in types and value is not None
+    if item_type is not None and (isinstance(value, list) or takes_lists_only):
+        return [_fit(item, item_type) for item in items_of(value)]
+    if isinstance(value, str) and value.startswith("~/"):
+        return os.path.expanduser(value)
+    if float in types and type(value) is int and abs(value) <= sys.float_info.max:
+        return float(value)
+    if str in types and isinstance(value, int | float) and type(value) not in types:
+        return json.dumps(value)
+    return value
+
+
+def _item_type(types: Collection[Any]) -> Any:
+    """Return the type of the items if one of the types is a list, else None."""
+    for kind in types:
+        if get_origin(kind) is list:
+            return get_args(kind)[0]
+    return None
+
+
+def _check_choice(field: dataclasses.Field, value: Any, hint: Any) -> None:
+    """Raise UserError unless a value, or each item of a list, is one of the field's choices."""
+    enums = [kind for kind in single_types(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
+    choices = field.metadata.get("choices") or [member.value for enum in enums for member in enum]
+    choices = [choice for choice in choices if choice]
+    if not choices:
+        return
+    for item in items_of(value):
+        if item is not None and item not in choices:
+            matches = closest_match(item, choices)
+            raise UserError(f"`{field.name}` must be one of {', '.join(choices)}, got {short_repr(item)}.{matches}")
+
+
+def items_of(value: Any) -> list[Any]:
+    """Return the items of a field's value."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def option_value(name: str, words: Sequence[str], hint: Any, first_words: str) -> Any:
+    """Return the value of `--name words`, for a field of a type."""
+    if words == ["null"]:
+        return None
+    if not words and hint is bool:
+        return True
+    types = single_types(hint)
+    item_type = _item_type(types)
+    is_list = _is_list(hint)
+    if len(words) > 1 and not is_list:
+        _check_single(name, words, hint)
+        raise UserError(
+            f"`{name}` must have one value, got {' '.join(words)}. Words without `--field` must come first, {first_words}."
+        )
+    is_text = str in types or str in single_types(item_type)
+    is_missing = not words and not is_list
+    is_null = "" in words and not is_text  # as YAML reads an empty text
+    if is_missing or is_null:
+        raise UserError(f"`{name}` must have a value.")
+    takes_mapping = any(dict in (kind, get_origin(kind)) for kind in types)
+    values = []
+    for word in words:
+        is_mapping = takes_mapping and word.startswith("{")
+        if is_text and not is_mapping:
+            values.append(word)
+        else:
+            values.append(read_yaml(word, f"`{name}`"))
+    return values[0] if len(values) == 1 else values

@@ -1,0 +1,127 @@
+"""The runs of a sweep that were trained with another code of `--import` than the present one.
+
+Other code may give other gates, so the sweep does not count such runs, until the user removes or accepts them. Its tables keep
+them while all runs of their method have the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from loopdropout_trainer.errors import count
+from loopdropout_trainer.results.imported_code import (
+    accept_other_code,
+    can_accept_other_code,
+    code_of,
+    find_other_code,
+)
+from loopdropout_trainer.results.run_files import has_trained, read_used_imports
+from loopdropout_trainer.results.sweep_folder import list_runs, read_summary
+
+
+ACCEPT = "--accept_changed_imports true"
+"""Option of a sweep that counts the results of other imported code."""
+
+
+def has_other_results(folder: Path) -> bool:
+    """Return whether a folder has results of other imported code. A training without results begins again."""
+    return has_trained(folder) and find_other_code(folder) is not None
+
+
+def find_other_results(sweep: Any) -> list[Path]:
+    """Return the folders of runs of a sweep's methods that have results of other imported code.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+    """
+    return [folder for folder in _list_trained(sweep) if has_other_results(folder)]
+
+
+def name_other_results(sweep: Any) -> dict[str, list[str]]:
+    """Return the names METHOD/lr_X/seed_S of `find_other_results` by method."""
+    names: dict[str, list[str]] = {method: [] for method in sweep.recipes}
+    for folder in find_other_results(sweep):
+        names[_method_of(folder)].append(folder.relative_to(sweep.output_dir).as_posix())
+    return names
+
+
+def find_incomparable(sweep: Any) -> list[Path]:
+    """Return those of `find_other_results` that tables leave out, because their method has runs of several codes."""
+    mixed = _find_mixed(sweep)
+    return [folder for folder in find_other_results(sweep) if _method_of(folder) in mixed]
+
+
+def _find_mixed(sweep: Any) -> set[str]:
+    """Return the methods whose runs have several codes."""
+    codes: dict[str, set[tuple[str, ...]]] = {}
+    for folder in _list_trained(sweep):
+        codes.setdefault(_method_of(folder), set()).add(code_of(folder))
+    return {method for method, of_runs in codes.items() if len(of_runs) > 1}
+
+
+def describe_other_results(sweep: Any) -> str:
+    """Return sentences about the runs that keep results of other imported code, with the fixes, or "" without any."""
+    folders = find_other_results(sweep)
+    if not folders:
+        return ""
+    changes = [*dict.fromkeys(find_other_code(folder) for folder in folders)]
+    if len(folders) > 1:
+        changes = [change.replace("its", "their", 1) for change in changes]
+    reason = " and ".join(changes)
+    fix = "Give the missing file by `--import`"
+    if can_accept_other_results(sweep):
+        fix = f"Count the results with `{ACCEPT}` if the change does not concern them"
+    return (
+        f"{count(len(folders), 'run')} cannot be compared with new ones, because {reason}: {', '.join(map(str, folders))}. "
+        f"{fix}, remove these folders to train them again (their results are lost), restore the code, or give the method "
+        "another name."
+    )
+
+
+def can_accept_other_results(sweep: Any) -> bool:
+    """Return whether there are runs with results of other imported code, and the option `ACCEPT` would count all of them."""
+    folders = find_other_results(sweep)
+    return bool(folders) and all(can_accept_other_code(folder) for folder in folders)
+
+
+def accept_other_results(sweep: Any) -> str:
+    """Let results of other imported code count as those of the present code. Return a sentence about it."""
+    accepted = [folder for folder in find_other_results(sweep) if accept_other_code(folder)]
+    if not accepted:
+        return "No run has results of other `--import` code, so `accept_changed_imports` accepts nothing."
+    return (
+        f"{count(len(accepted), 'run')} of other `--import` code, which `run.json` records, from now on count as results of "
+        f"the present code: {', '.join(map(str, accepted))}."
+    )
+
+
+def find_kept_choices(sweep: Any) -> dict[str, dict[str, Any]]:
+    """Return the former choice of each method whose results are all of one other code, as `summary.json` has it."""
+    others = {_method_of(folder) for folder in find_other_results(sweep)}
+    former = read_summary(sweep.output_dir).get("choices", {})
+    kept = {}
+    for method in sorted(others - _find_mixed(sweep)):
+        if method in former and former[method]["best"] is not None:
+            kept[method] = former[method]
+    return kept
+
+
+def describe_fix(sweep: Any) -> str:
+    """Return how a sweep goes on after a failure, with a warning if finished runs depend on a file of `--import`."""
+    text = "Fix the cause. The same command then trains what is missing."
+    if any(read_used_imports(folder) for folder in _list_trained(sweep)):
+        text += (
+            f" If you change a file of `--import`, its finished runs then count only after `{ACCEPT}`, because other code may "
+            "give other gates."
+        )
+    return text
+
+
+def _list_trained(sweep: Any) -> Iterable[Path]:
+    return [run for run in list_runs(sweep.output_dir) if _method_of(run) in sweep.recipes and has_trained(run)]
+
+
+def _method_of(run: Path) -> str:
+    return run.parent.parent.name

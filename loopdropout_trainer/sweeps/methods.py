@@ -1,0 +1,151 @@
+"""The methods of a sweep: their names, and the recipes of their runs."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from loopdropout_trainer.data.arguments import has_held_out
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.settings.arguments import BenchmarkArguments, names_of
+from loopdropout_trainer.settings.recipe import TRAININGS, load_recipe, override
+
+
+SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
+"""Settings of a run that the sweep makes. The list is made by hand, because the fields do not say so: a sweep averages over
+`seed`, for example, but keeps `gate_seed`."""
+
+_OF_TASKS = {field.name for field in fields(BenchmarkArguments)} - {"eval_num_loops"}
+FINAL_ONLY = names_of("measurement", "output") - _OF_TASKS
+"""Settings that the runs that choose a learning rate leave out. They are measured on a task, but not at other depths."""
+
+
+LOSS_BATCHES = 16
+"""Default of `single_loop_batches` in the runs of a sweep. Those that choose a learning rate always measure so many."""
+
+
+class Recipes(NamedTuple):
+    """The settings of a method's runs without learning rate and seed: of those that choose the rate, and of the final ones."""
+
+    selecting: dict[str, Any]
+    final: dict[str, Any]
+
+
+def read_methods(definitions: list[Any]) -> dict[str, Any]:
+    """Return the definition of each method by its name. Without a mapping, it is the rule or the name of the recipe.
+
+    Args:
+        definitions: The field `methods` of a sweep.
+
+    Raises:
+        UserError: If `methods` are not texts or one mapping, or two have the same name.
+    """
+    if len(definitions) == 1 and isinstance(definitions[0], dict):
+        for name, definition in definitions[0].items():
+            if not isinstance(definition, str | dict):
+                raise UserError(f"`methods` must map {name} to a rule, a recipe or settings, got {definition!r}.")
+            _check_name(name)
+        return definitions[0]
+    methods = {}
+    for definition in definitions:
+        if not isinstance(definition, str):
+            raise UserError(f"`methods` must be texts or one mapping, got {definition!r} in a list.")
+        name = Path(definition).stem
+        if name in methods:
+            raise UserError(
+                f"`methods` must have different names, got {name!r} twice ({methods[name]} and {definition}). Give them "
+                f"names in a mapping, such as `methods: {{first: {methods[name]}, second: {definition}}}`."
+            )
+        methods[name] = definition
+    if not methods:
+        raise UserError("`methods` must name at least one method, such as lora.")
+    return methods
+
+
+def _check_name(name: Any) -> None:
+    """Raise UserError unless the name of a method can be the name of a folder in the sweep's folder."""
+    is_folder = isinstance(name, str) and name.isprintable() and name.strip() == name and Path(name).name == name
+    if not is_folder or name in ("", ".."):
+        raise UserError(
+            f"The names of `methods` must be names of folders without a slash, such as own_rule, got {name!r}."
+        )
+
+
+def has_benchmarks(sweep: Any, methods: dict[str, Any]) -> bool:
+    """Return whether the final runs of a method have a benchmark."""
+    for definition in methods.values():
+        if _make_final_recipe(sweep, *_read_method(sweep, definition)).get("benchmarks"):
+            return True
+    return False
+
+
+def make_recipes(sweep: Any, definition: str | dict) -> Recipes:
+    """Return the settings of a method's runs.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py, which knows by now if the held-out loss chooses.
+        definition: Definition of the method, from `read_methods`.
+
+    Raises:
+        UserError: If there are no held-out examples to choose by, the rule does not exist, or a field is set by the sweep.
+    """
+    recipe, own = _read_method(sweep, definition)
+    holds_out = has_held_out(override(recipe, own))
+    if sweep.loss_chooses_by_default and not sweep.full_grid and not holds_out:
+        raise UserError(
+            "`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss chooses the "
+            "learning rate."
+        )
+    if holds_out and (sweep.script == "dpo" or sweep.select_on == "eval_loss"):
+        recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties, and is reported
+    final = _make_final_recipe(sweep, recipe, own)
+    if holds_out and _scores_loops(sweep) and final.get("single_loop_batches") is None:
+        # The run that chose the learning rate has these losses. Without them, the other seeds would be missing in reports.
+        final["single_loop_batches"] = LOSS_BATCHES
+    for name in SET_BY_SWEEP & final.keys():
+        raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
+    make_rule(final.get("rule", "loop_dropout"))  # raises UserError if there is no such rule
+    return Recipes(_make_selecting_recipe(sweep, override(recipe, own), holds_out), final)
+
+
+def _read_method(sweep: Any, definition: str | dict) -> tuple[dict, dict]:
+    """Return the recipe that a method starts from, with the sweep's settings, and the method's own settings."""
+    path, own = sweep.recipe, definition
+    if isinstance(definition, str) and definition.endswith(".yaml"):
+        path, own = definition, {}
+    elif isinstance(definition, str):
+        own = {"rule": definition}
+    command = sweep.script if sweep.script in TRAININGS else None  # else a user's own script
+    read = load_recipe(path, command=command)
+    recipe = {name: value for name, value in read.items() if name not in SET_BY_SWEEP}
+    # Each final run would evaluate the same base model, so only who asks for it gets it.
+    return override({**recipe, "evaluate_base": False}, _without_unset(sweep.settings)), _without_unset(own)
+
+
+def _without_unset(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without those of `SET_BY_SWEEP` that are null, which leave the field to the sweep."""
+    return {name: value for name, value in settings.items() if value is not None or name not in SET_BY_SWEEP}
+
+
+def _make_final_recipe(sweep: Any, recipe: dict, own: dict) -> dict:
+    """Return the recipe of a method's final runs, by its recipe and own settings from `_read_method`."""
+    return override({**recipe, **sweep.measure}, own)
+
+
+def _make_selecting_recipe(sweep: Any, recipe: dict, holds_out: bool) -> dict:
+    """Return the recipe of the runs that choose a learning rate, which are measured on what chooses only."""
+    first = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
+    first["evaluate_base"] = False
+    first["benchmarks"] = [] if sweep.select_on == "eval_loss" else [sweep.select_on]
+    if "own_benchmarks" in sweep.measure:
+        first["own_benchmarks"] = sweep.measure["own_benchmarks"]
+    if holds_out and _scores_loops(sweep):
+        first["single_loop_batches"] = LOSS_BATCHES  # the held-out loss chooses, or breaks ties
+    return first
+
+
+def _scores_loops(sweep: Any) -> bool:
+    """Return whether the training script of a sweep can measure the held-out loss of each loop, which only `sft` does."""
+    return sweep.script not in ("dpo", "grpo")

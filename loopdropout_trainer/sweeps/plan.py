@@ -1,0 +1,318 @@
+"""The plan that a sweep prints: its trainings, what they cost as far as it is known, and what is measured."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from loopdropout_trainer.costs.evaluations import HOW_TO_TIME, add_answers, count_answers
+from loopdropout_trainer.costs.paper import describe_paper_costs
+from loopdropout_trainer.costs.trainings import Training, describe_costs, find_obstacle
+from loopdropout_trainer.errors import count
+from loopdropout_trainer.jobs.plan import (
+    describe_early_stop,
+    describe_length,
+    describe_measurements,
+    describe_step,
+    find_rank,
+    read_config,
+)
+from loopdropout_trainer.jobs.training_data import (
+    CONFIGS,
+    NotLoaded,
+    SweepExamples,
+    are_all_loaded,
+    count_sweep_examples,
+    describe_sweep_examples,
+    load_sweep_examples,
+)
+from loopdropout_trainer.results.run_files import is_of_training, read_own_results
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, SFTArguments
+from loopdropout_trainer.settings.recipe import build_part
+from loopdropout_trainer.sweeps.code import ACCEPT, can_accept_other_results, describe_other_results
+from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time, read_means
+from loopdropout_trainer.sweeps.workers import is_running
+from loopdropout_trainer.terminal import titled
+from loopdropout_trainer.training.config import LoopDropoutConfig
+
+
+def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
+    """Print the trainings, their folder, their cost as far as it is known, and the command that starts the sweep.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+        command: Command line of the sweep. None: it has started, so that no next command is printed.
+    """
+    plan = describe_sweep_plan(sweep, _load_examples(sweep))
+    if command is not None:  # else the sweep prints it before its first training
+        plan["other code"] = describe_other_results(sweep)
+    print(plan.pop("trainings"))
+    for title, text in plan.items():
+        if text:
+            print(titled(title, text.splitlines(), width=16))
+    if command is not None:
+        print(f"\nNext:\n  {_complete_command(sweep, command)}")
+        print(f"  loopdropout report {sweep.output_dir}   # after the sweep")
+
+
+def _complete_command(sweep: Any, command: str) -> str:
+    """Return the command of a sweep with the option that lets it finish, if there are results of other imported code."""
+    if sweep.accept_changed_imports or not can_accept_other_results(sweep):
+        return command
+    return f"{command} {ACCEPT}   # if the change of the code does not concern the results"
+
+
+def _load_examples(sweep: Any) -> dict[str, SweepExamples | NotLoaded]:
+    """Return the examples of each method of a sweep, or nothing for another script, whose examples are not known.
+
+    Raises:
+        UserError: If there is a mistake in the data.
+    """
+    return load_sweep_examples(sweep) if sweep.script in CONFIGS else {}
+
+
+def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLoaded]) -> dict[str, str]:
+    """Return the texts of the plan of a sweep by their titles, "" for titles that are left out.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+        examples: From `_load_examples`.
+
+    Raises:
+        UserError: If there is a mistake in a recipe.
+    """
+    rates = ", ".join(f"{rate:g}" for rate in sorted(sweep.learning_rates))
+    if sweep.extend_grid:
+        rates += " (and more at the edge of the grid)"
+    trainings = {method: _read_training(sweep, method) for method in sweep.recipes}
+    sizes = {method: _describe_size(sweep, training) for method, training in trainings.items()}
+    example_lines = {}
+    if examples:
+        trainings = count_sweep_examples(examples, trainings)
+        by_title = describe_sweep_examples(examples, trainings)
+        example_lines = {title: _by_method(texts) for title, texts in by_title.items()}
+    costs = _describe_costs(sweep, trainings)
+    measured = _describe_measured_time(sweep)
+    if measured and find_obstacle([*trainings.values()]) is not None:  # the line would say how to measure the time
+        costs["time"] = ""
+    num_ended, total = sweep.count()
+    return {
+        "trainings": count(total, "training"),
+        "methods": ", ".join(sweep.recipes),
+        "learning rates": rates,
+        "seeds": _describe_seeds(sweep),
+        "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
+        "each training": _by_method(sizes),
+        **example_lines,
+        **costs,
+        "choice": _describe_choice(sweep),
+        "evaluation": _by_method(_describe_evaluations(sweep)),
+        "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
+        "done": _describe_done(sweep, num_ended, total, measured),
+    }
+
+
+def _describe_done(sweep: Any, num_ended: int, total: int, measured: str) -> str:
+    """Return the number of trainings that have ended, with the time that is left and was measured, or "" before any ended."""
+    if not num_ended:
+        return ""
+    left = describe_left(sweep.count_left(), _read_means(sweep), sweep.workers)
+    done = ", ".join(filter(None, [f"{num_ended} of {count(total, 'training')}", left]))
+    return f"{done}\n{measured}".rstrip()
+
+
+def print_commands(sweep: Any) -> None:
+    """Print the command of each run that can start, and on stderr the runs that other processes train.
+
+    Raises:
+        UserError: If there is a mistake in the data or in a recipe, which would stop each run. A sweep checks the same.
+    """
+    pending, running = sweep.pending(), []
+    if pending:
+        _check_trainings(sweep)
+    for run in pending:
+        if is_running(sweep.folder(run)):
+            running.append(run.name)
+        else:
+            print(shlex.join(sweep.command(run)))
+    if running:
+        print(
+            f"{count(len(running), 'run')} without a command, being trained now: {', '.join(running)}", file=sys.stderr
+        )
+
+
+def _check_trainings(sweep: Any) -> None:
+    """Check the data and the fields of all trainings, as a sweep's plan does. Say on stderr which data are not checked."""
+    examples = _load_examples(sweep)
+    plan = describe_sweep_plan(sweep, examples)
+    if not are_all_loaded(examples):
+        print(titled("examples", plan["examples"].splitlines()), file=sys.stderr)
+
+
+def _describe_seeds(sweep: Any) -> str:
+    """Return the seeds, the learning rates that each one is trained with, and what two seeds cannot show."""
+    text = _describe_order(sweep)
+    if len(sweep.seeds) == 2:
+        text += "\ntwo seeds: a 95% interval reaches 12.7 standard errors to each side, with three 4.3, with five 2.8"
+    return text
+
+
+def _describe_order(sweep: Any) -> str:
+    """Return the seeds with the learning rates that each one is trained with."""
+    first, *others = sweep.seeds
+    seeds = ", ".join(map(str, sweep.seeds))
+    if len(sweep.learning_rates) == 1:
+        return seeds
+    if sweep.full_grid:
+        return f"{seeds}, each with every learning rate" if others else f"{first}, with every learning rate"
+    if not others:
+        return f"{first}, with every learning rate. The one that is best on {sweep.select_on} is then measured"
+    later = ", ".join(map(str, others))
+    return f"{first} with every learning rate, then {later} with the one that is best on {sweep.select_on}"
+
+
+def _by_method(texts: Mapping[str, str]) -> str:
+    """Return the text about each method, under the names of all methods with the same text unless it is of all methods."""
+    methods: dict[str, list[str]] = {}
+    for method, text in texts.items():
+        methods.setdefault(text, []).append(method)
+    if len(methods) == 1:
+        return next(iter(methods))
+    return "\n".join(f"{', '.join(names)}: {text}" for text, names in methods.items() if text)
+
+
+def _describe_size(sweep: Any, training: Training) -> str:
+    """Return the length of a method's trainings and the examples of a step, which are those of a process of a launcher."""
+    length = describe_length(training.args, training.recipe.get("num_train_examples"))
+    size = f"{length}, {describe_step(training.args)}"
+    if sweep.launcher:
+        size += " and process"
+    return ", ".join([size, *describe_early_stop(training.args)])
+
+
+def _describe_costs(sweep: Any, trainings: Mapping[str, Training]) -> dict[str, str]:
+    """Return the lines about the costs of the trainings by method, which a single training's plan has too.
+
+    The number of processes of a launcher and the length of an extended grid are not known.
+    """
+    numbers = [(training, sweep.num_trainings(method)) for method, training in trainings.items()]
+    whose = " in all trainings"
+    if sweep.extend_grid and not sweep.full_grid:
+        whose = " in these trainings, without those of further learning rates"
+    if sweep.launcher:
+        return {**describe_costs(numbers, f"{whose}, for each process"), "paper": ""}
+    return {**describe_costs(numbers, whose), "paper": describe_paper_costs(numbers)}
+
+
+def _read_training(sweep: Any, method: str) -> Training:
+    """Return what the cost of a method's training depends on.
+
+    Raises:
+        UserError: If a field of the recipe has a wrong value.
+    """
+    recipe = {**sweep.recipes[method].selecting, "output_dir": sweep.output_dir}
+    kinds = (ModelArguments, AdapterArguments, CONFIGS.get(sweep.script, LoopDropoutConfig))
+    # `num_threads` would set the threads of the sweep itself.
+    model, adapter, args = build_part(kinds, {**recipe, "num_threads": None})
+    return Training(args, recipe, model, read_config(model), find_rank(adapter))
+
+
+def _describe_measured_time(sweep: Any) -> str:
+    """Return the mean time of the runs that have ended, or "" if none has.
+
+    A sweep measures its own runs. A scheduler may run the commands of `print_commands` instead. Then only the time of the
+    trainings is known.
+    """
+    means = _read_means(sweep)
+    if means:
+        return describe_means(means)
+    train_seconds = _read_train_seconds(sweep)
+    if not train_seconds:
+        return ""
+    mean = sum(train_seconds) / len(train_seconds)
+    return f"measured: {name_time(mean)} on average for a training without its start and evaluation"
+
+
+def _read_means(sweep: Any) -> dict[str, float]:
+    """Return the mean seconds of each kind of run that the sweep has measured. Methods of one sweep have the same ones."""
+    means: dict[str, float] = {}
+    for method in sweep.recipes:
+        means |= read_means(sweep.output_dir, method)
+    return means
+
+
+def _read_train_seconds(sweep: Any) -> list[float]:
+    """Return the seconds of each training that has ended, from the results in its folder."""
+    folders = set()
+    for method in sweep.recipes:
+        folders.update(sweep.folder(run) for run in sweep.runs(method) if sweep.is_done(run))
+    seconds = []
+    for folder in folders:
+        for row in read_own_results(folder):
+            if is_of_training(row) and row["metric"] == "train_seconds":
+                seconds.append(row["value"])
+    return seconds
+
+
+def _describe_choice(sweep: Any) -> str:
+    """Return the measurements that choose the learning rates."""
+    if sweep.full_grid:
+        return ""
+    num_runs = sum(len(sweep.choice(method).rates) for method in sweep.recipes)
+    if sweep.select_on == "eval_loss":
+        return f"held-out losses of {count(num_runs, 'run')}"
+    return f"{count(num_runs, 'evaluation')} of {sweep.select_on}"
+
+
+def _describe_evaluations(sweep: Any) -> dict[str, str]:
+    """Return the measurements of the final runs of each method, in plain words."""
+    measurements = {method: _list_measurements(sweep, method) for method in sweep.recipes}
+    own = [tuple(steps) for steps in measurements.values()]
+    texts = {}
+    for method, steps in measurements.items():
+        texts[method] = "none"
+        if steps:
+            num_runs = count(_count_final_runs(sweep, method), "final run")
+            whose = " of each method" if own.count(tuple(steps)) > 1 or len(own) == 1 else ""
+            texts[method] = "\n".join([f"{num_runs}{whose}:", *steps])
+    return texts
+
+
+def _describe_answers(sweep: Any, trainings: Mapping[str, Training], is_timed: bool) -> str:
+    """Return the lines about the problems and the generated tokens of all evaluations, or "" without any.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+        trainings: Training of each method.
+        is_timed: Whether another line has the time with evaluations.
+    """
+    parts = []
+    for method, training in trainings.items():
+        recipes, num_final = sweep.recipes[method], _count_final_runs(sweep, method)
+        of_final = count_answers(_read_options(recipes.final), recipes.final, training.depth)
+        parts.append(of_final.times(num_final))
+        if not sweep.full_grid:
+            of_selecting = count_answers(_read_options(recipes.selecting), recipes.selecting, training.depth)
+            parts.append(of_selecting.times(len(sweep.choice(method).rates)))
+    is_extended = sweep.extend_grid and not sweep.full_grid
+    text = add_answers(parts).describe(", without further learning rates" if is_extended else "")
+    if text and not is_timed:
+        text += f"\n{HOW_TO_TIME}"
+    return text
+
+
+def _count_final_runs(sweep: Any, method: str) -> int:
+    return sweep.num_trainings(method) if sweep.full_grid else len(sweep.seeds)
+
+
+def _read_options(recipe: Mapping[str, Any]) -> SFTArguments:
+    """Return the steps after the trainings of a recipe, of which a plan reads the measurements."""
+    (options,) = build_part((SFTArguments,), {**recipe, "merge": False})
+    return options
+
+
+def _list_measurements(sweep: Any, method: str) -> list[str]:
+    """Return the measurements of a final run of a method, in plain words."""
+    return describe_measurements(_read_options(sweep.recipes[method].final))

@@ -1,0 +1,130 @@
+"""The end of a sweep: its chosen learning rates, its accuracies or held-out losses, and the commands for afterwards."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from loopdropout_trainer.reports.final_results import final_results
+from loopdropout_trainer.reports.frames import has_seeds, load_results
+from loopdropout_trainer.reports.printing import print_table
+from loopdropout_trainer.reports.tables import (
+    ACCURACY_TITLE,
+    CHOICE_NOTE,
+    CHOICE_TITLE,
+    accuracy_numbers,
+    accuracy_table,
+    choice_numbers,
+    explain_unpaired,
+    fit_title,
+    loss_numbers,
+)
+from loopdropout_trainer.results.run_files import is_of_base
+from loopdropout_trainer.results.sweep_folder import SweepRun, describe_choice, update_summary
+from loopdropout_trainer.results.sweep_scores import name_score, read_score
+from loopdropout_trainer.sweeps.code import find_incomparable, find_kept_choices, find_other_results
+
+
+def print_summary(sweep: Any) -> None:
+    """Print the chosen learning rates, and the accuracies as mean ± SD over seeds or the lowest held-out loss.
+
+    The table of accuracies is also written to `summary.json`.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+    """
+    if not sweep.full_grid:
+        _print_choices(sweep)
+    num_ended, _ = sweep.count()
+    if num_ended == 0 and not find_other_results(sweep):
+        return
+    sweep.save_progress({})
+    results = load_results(sweep.output_dir)
+    for folder in find_incomparable(sweep):
+        results = results[~results["folder"].map(lambda name, run=folder: Path(name).is_relative_to(run))]
+    final = final_results(results)
+    trained = final[~is_of_base(final)]
+    numbers = accuracy_numbers(final)
+    table = accuracy_table(numbers)
+    if len(table):
+        print_table(fit_title(ACCURACY_TITLE, numbers), table)
+        for line in explain_unpaired(numbers, numbers.index.get_level_values("method")):
+            print(line)
+    of_choice = choice_numbers(final)
+    if len(of_choice):
+        print_table(fit_title(CHOICE_TITLE, of_choice), accuracy_table(of_choice))
+        print(CHOICE_NOTE.format("accuracies"))
+    if sweep.loss_chooses_by_default or not (len(table) or len(of_choice)):
+        print_lowest(loss_numbers(trained))
+    if len(sweep.seeds) == 1 and len(sweep.recipes) > 1:
+        print("With one seed, the spread over seeds is not known, so the order of the methods can be chance.")
+    update_summary(sweep.output_dir, accuracy=table.reset_index().to_dict("records"))
+    print(f"\nNext:\n  loopdropout report {sweep.output_dir}   # tables of losses, accuracies and costs")
+    run = find_best_run(sweep)
+    if run is not None:
+        command = shlex.join(["loopdropout", "chat", str(sweep.folder(run))])
+        print(f"  {command}   # ask the best adapter of seed {run.seed}: {sweep.describe_score(run)}")
+
+
+def find_best_run(sweep: Any) -> SweepRun | None:
+    """Return the best run of the first seed with a chosen learning rate, by the score that chooses the rate.
+
+    There is none if no learning rate is chosen, as in a full grid.
+    """
+    if sweep.full_grid:
+        return None
+    choices = {method: sweep.choice(method).best for method in sweep.recipes}
+    runs = [SweepRun(method, rate, sweep.seeds[0], True) for method, rate in choices.items() if rate is not None]
+    return max(runs, key=sweep.score, default=None)
+
+
+def _print_choices(sweep: Any) -> None:
+    """Print the chosen learning rate of each method, and the former one of a method whose runs are all of other code."""
+    if sweep.loss_chooses_by_default:
+        print("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
+    kept = find_kept_choices(sweep)
+    for method in sweep.recipes:
+        choice = sweep.choice(method)
+        if method in kept:
+            print(
+                f"{describe_choice(method, kept[method]['best'])} It was chosen before a file of `--import` changed."
+            )
+        elif choice.best is None:
+            print(f"{method}: no learning rate is chosen. {choice.remark}")
+        else:
+            print(describe_choice(method, choice.best, choice.remark))
+        _print_scores(sweep, method, choice.rates, method in kept)
+
+
+def _print_scores(sweep: Any, method: str, rates: list[float], of_other_code: bool) -> None:
+    """Print the scores of a method's candidates, of which those of other imported code do not count."""
+    for rate in rates:
+        run = SweepRun(method, rate, sweep.seeds[0], True)
+        score = sweep.describe_score(run)
+        if of_other_code:
+            score = name_score(read_score(sweep.folder(run), sweep.select_on), sweep.select_on)
+        print(f"  {rate:<10g} {score}")
+
+
+def print_lowest(losses: pd.DataFrame) -> None:
+    """Print the method with the lowest held-out loss, and by how much the losses of the others are higher.
+
+    Methods with other seeds, as after a failed run, are not compared, because seeds differ.
+
+    Args:
+        losses: From `loss_numbers`.
+    """
+    means = losses["mean"].sort_values(kind="stable")
+    own = losses[has_seeds(losses.index)]
+    if own["seeds"].nunique() > 1:
+        seeds = "; ".join(f"{name}: {seeds}" for name, seeds in own["seeds"].items())
+        print(f"The held-out losses are not compared, because the methods have different seeds ({seeds}).")
+    elif len(means):
+        others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
+        higher = f" ({', '.join(others)})" if others else ""
+        print(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} nats per token{higher}")
+    if losses["chose"].any():
+        print(CHOICE_NOTE.format("losses"))

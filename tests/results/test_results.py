@@ -1,0 +1,319 @@
+"""Results of a run, compared by their recipes, and the curves that experiment trackers show of them."""
+
+import pandas as pd
+import pytest
+
+from helpers.errors import user_error
+from helpers.files import load_script, read_lines, write_lines
+from helpers.processes import ended, fork
+from loopdropout_trainer.jobs.progress import finish_run
+from loopdropout_trainer.reports.comparing import compare_runs
+from loopdropout_trainer.results import run_files as results
+from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
+from loopdropout_trainer.results.run_files import (
+    is_finished,
+    is_of_base,
+    read_results,
+    read_run,
+    write_results,
+    write_run,
+)
+from loopdropout_trainer.results.sweep_folder import update_summary
+from loopdropout_trainer.settings.recipe import dump_recipe
+
+
+ROW = {
+    "metric": "accuracy", "value": 70.0, "unit": "%", "task": "gsm8k", "method": "LoRA", "seed": 1, "step": 10,
+    "num_loops": 4, "gates": "unit", "n": 100,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("column", [column for column in ROW if column not in ("value", "n")])
+def test_write_results_replaces_equal_keys_only(tmp_path, column):
+    newer, other = {**ROW, "value": 71.0, "n": 200}, {**ROW, column: "other"}
+    write_results(tmp_path / "new", [ROW])
+    write_results(tmp_path / "new", [newer, other])
+    assert read_lines(tmp_path / "new/results.jsonl") == [newer, other]  # one flat object per line
+
+
+def write_rows(folder, method):
+    for step in range(40):
+        write_results(folder, [{**ROW, "method": method, "step": None, "seed": step}])
+
+
+def test_write_results_keeps_rows_of_all_writers(tmp_path):
+    writers = [fork(write_rows, str(tmp_path), method) for method in ("LoRA", "Loop Dropout")]
+    assert [ended(writer) for writer in writers] == [0, 0]
+    assert len(read_lines(tmp_path / "results.jsonl")) == 80
+
+
+def test_read_results_joins_recipes(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b" / "lora"]
+    row = {name: value for name, value in ROW.items() if name != "seed"}
+    for folder in folders:
+        write_results(folder, [{**row, "seed": None}])  # the same as a missing one
+        write_results(folder, [row])
+        (folder / "recipe.yaml").write_text("p: [0.1, 0.2]\ndepths: [2, 8]\n")  # a former name
+    recipe = {"recipe_p": [0.1, 0.2], "recipe_eval_num_loops": [2, 8]}
+    assert read_results(tmp_path) == [{**recipe, **row, "folder": str(folder)} for folder in folders]
+    with user_error("nowhere does not exist"):
+        read_results(tmp_path / "nowhere")
+    (tmp_path / "results.jsonl").write_text('{"metric": \n')
+    with user_error("results.jsonl is not a file of JSON lines"):
+        read_results(tmp_path)
+
+
+def test_names_in_results_are_possible_names(tmp_path):
+    write_results(tmp_path, [{**ROW, "adapter": "a\0b"}])
+    for read in (read_results, results.read_own_results):
+        with user_error(r"`adapter` in .*results.jsonl must not have the character NUL, got 'a\\x00b'"):
+            read(tmp_path)
+
+
+OF_TRAINING = {**ROW, "metric": "train_loss", "task": "training", "training": "t1"}
+BASE = {"method": "base model", "seed": None, "step": None, "gates": "none"}
+
+
+def test_run_results_after_a_longer_training(tmp_path):
+    """The held-out loss of the base model stays in front of the results of the longer training."""
+    base_loss = {**OF_TRAINING, **BASE, "metric": "eval_loss", "training": None}
+    write_results(tmp_path, [OF_TRAINING, base_loss], step=10)
+    write_results(tmp_path, [{**OF_TRAINING, "step": 20}], step=20)
+    later = {**ROW, "training": "t1", "step": 20, "adapter": str(tmp_path)}
+    others = [{**later, "step": 10}, {**later, "training": "t2"}, {**later, "readout": 2}]
+    write_results(tmp_path / "evaluation", [later, {**ROW, **BASE}, *others])
+    found = [{**row, "folder": None} for row in results.read_run_results(tmp_path)]
+    own = [base_loss, {**OF_TRAINING, "step": 20}]
+    assert found == [{**row, "folder": None} for row in (*own, later, {**ROW, **BASE})]
+    assert not any(map(results.is_of_training, [base_loss, later])) and results.is_of_training(OF_TRAINING)
+
+
+def test_results_of_a_checkpoint_have_no_readouts(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("seed: 3\n")
+    checkpoint = tmp_path / "checkpoint-10"
+    checkpoint.mkdir()
+    later = {**ROW, "adapter": str(checkpoint)}
+    others = [{**later, "readout": 2}, {**later, "adapter": str(tmp_path / "checkpoint-20")}]
+    write_results(tmp_path / "evaluation", [later, *others, {**ROW, **BASE}])
+    found = [{**row, "folder": None} for row in results.read_run_results(checkpoint)]
+    assert found == [{**row, "folder": None} for row in (later, {**ROW, **BASE})]
+
+
+def test_results_of_weights_are_of_their_training(tmp_path):
+    """A former training had the same checkpoint, and the adapter of a later one may not have been saved."""
+    (tmp_path / "recipe.yaml").write_text("seed: 3\n")
+    checkpoint = tmp_path / "checkpoint-10"
+    checkpoint.mkdir()
+    evaluated = [{**ROW, "adapter": str(checkpoint), "training": name, "task": name} for name in ("t1", "t2")]
+    later = {**ROW, "adapter": str(tmp_path), "training": "t1", "task": "t1 at its end"}
+    write_results(tmp_path / "evaluation", [*evaluated, later, {**ROW, **BASE, "task": "base"}])
+    tasks = lambda *place: [row["task"] for row in results.read_run_results(*place)]
+    assert tasks(checkpoint, {"training": "t2", "step": 10}) == ["t2", "base"]
+    assert tasks(checkpoint, {"training": None}) == tasks(checkpoint) == ["t1", "t2", "base"]  # an older adapter
+    write_results(tmp_path, [{**OF_TRAINING, "training": "t2"}])
+    assert tasks(tmp_path, {"training": "t1", "step": 10}) == ["t1", "t1 at its end", "base"]
+    assert tasks(tmp_path, {"training": "t2", "step": 20}) == ["base"]
+    assert tasks(tmp_path, {"training": "t2", "step": 10}) == tasks(tmp_path) == ["training", "t2", "base"]
+
+
+def test_results_after_another_training_of_equal_length(tmp_path):
+    base_loss = {**OF_TRAINING, **BASE, "metric": "eval_loss", "training": None}
+    write_results(tmp_path, [OF_TRAINING, base_loss, {**ROW, "training": "t1"}], step=10, training="t1")
+    write_results(tmp_path, [{**OF_TRAINING, "training": "t2"}], step=10, training="t2")
+    assert [(row["metric"], row["training"]) for row in read_results(tmp_path)] == [
+        ("eval_loss", None),
+        ("train_loss", "t2"),
+    ]
+
+
+def test_write_run_marks_a_run_as_finished(tmp_path):
+    assert not is_finished(tmp_path)
+    write_run(tmp_path, status="trained", device="cpu")
+    assert not is_finished(tmp_path)
+    write_run(tmp_path, device="cpu")
+    assert is_finished(tmp_path) and read_run(tmp_path)["device"] == "cpu"
+    assert {"torch", "trl", "peft"} <= read_run(tmp_path)["versions"].keys()
+    (tmp_path / "run.json").write_text("{")
+    assert not is_finished(tmp_path)
+
+
+def test_write_results_survives_a_failed_write(tmp_path, monkeypatch):
+    write_results(tmp_path, [ROW])
+    monkeypatch.setattr("pathlib.Path.replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space"):
+        write_results(tmp_path, [{**ROW, "value": 0.0}])
+    assert read_results(tmp_path)[0]["value"] == 70.0
+
+
+def test_compare_recipes_names_the_first_difference(tmp_path):
+    assert compare_recipes({"seed": 1, "output_dir": "a"}, {"seed": 1, "output_dir": "b"}) is None
+    assert str(compare_recipes({"p": [0.5]}, {})) == "`p` changed from [0.5] to the default"
+    assert compare_recipes({}, {"rule": "lora"}).field == "rule"
+    assert str(compare_recipes({}, {"rule": "lora"})) == "`rule` changed from the default to 'lora'"
+    assert str(compare_recipes({}, {"num_loops": 3})) == "`num_loops` changed from the model's own to 3"
+    saved, new = {"seed": 1, "p": 0.1}, {"p": 0.1, "seed": 2}
+    assert str(compare_recipes(saved, new)) == "`seed` changed from 1 to 2"
+    assert compare_recipes(saved, new, ignored={"seed"}) is compare_recipes(saved, new, fields=["p"]) is None
+    (tmp_path / "recipe.yaml").write_text("depths: [2, 8]\n")  # a former name
+    assert results.read_recipe(tmp_path) == {"eval_num_loops": [2, 8]}
+    (run := tmp_path / "checkpoint-7").mkdir()
+    assert results.read_recipe(run) == {"eval_num_loops": [2, 8]}
+    (run / "recipe.yaml").write_text("seed: 3\n")  # a run whose folder has the name of a checkpoint
+    assert results.read_recipe(run) == {"seed": 3}
+
+
+def test_fields_declare_when_they_matter():
+    assert {"output_dir", "preview", "num_threads", "benchmark_batch_size"} <= UNCOMPARED
+    assert {"eval_num_loops", "single_loop_batches", "benchmark_limit", "merge", "push_to_hub"} <= MEASURED
+    assert not UNCOMPARED & MEASURED and not {"seed", "num_loops", "lora_r"} & (UNCOMPARED | MEASURED)
+
+
+def test_curves_are_logged_over_loops(make_sft, monkeypatch):
+    logs, trainer = [], make_sft()
+    log = lambda args, state, control, values: logs.append((state.global_step, values))
+    monkeypatch.setattr(trainer.callback_handler, "on_log", log)
+    rows = [
+        ROW, {**ROW, "num_loops": 2, "value": 20.0}, {**ROW, "gates": "none", "method": "base model"},
+        {**ROW, "metric": "loss_reduction"},
+        {**ROW, "gates": "loop 3", "loop": 3, "value": 30.0},
+        {**ROW, "metric": "loss_reduction", "gates": "loop 1", "loop": 1, "value": 5.0},
+    ]  # fmt: skip
+    finish_run(trainer, rows)
+    assert logs == [
+        (2, {"test_accuracy_by_depth/gsm8k": 20.0}),
+        (4, {"test_accuracy_by_depth/gsm8k": 70.0}),
+        (1, {"test_loss_reduction_by_loop/gsm8k": 5.0}),
+        (3, {"test_accuracy_by_loop/gsm8k": 30.0}),
+    ]
+
+
+ANSWERS = {"metric": "accuracy", "unit": "%", "method": "LoRA", "seed": 1, "step": 10, "gates": "unit", "n": 12}
+
+
+def write_answers(folder, task, num_loops, correct):
+    """Write the training of a run, its accuracy on a task, and the answers to its problems."""
+    name = f"{task} {num_loops}.jsonl"
+    training = {**ANSWERS, "task": "training", "metric": "train_seconds", "num_loops": 4, "value": 1.0}
+    row = {
+        **ANSWERS,
+        "task": task,
+        "num_loops": num_loops,
+        "samples": name,
+        "value": 100 * sum(correct) / len(correct),
+    }
+    write_results(folder, [training, row])
+    write_lines(folder / name, [{"correct": value, "target": f"{task} {n}"} for n, value in enumerate(correct)])
+
+
+def test_runs_are_compared_on_one_task_and_depth(tmp_path):
+    """Not on the first task of their results, such as the held-out examples that chose a learning rate."""
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    for folder, solves in ((ours, 1), (other, 0)):
+        row = {**ANSWERS, "task": "quiz", "num_loops": 4, "value": 1.0, "samples": "none"}
+        others = [
+            {**row, "readout": 2},
+            {**row, "gates": "loop 1"},
+            {**row, "task": "unknown answers", "samples": None},
+        ]
+        write_results(folder, others)
+        write_answers(folder, "development", 4, [1 - solves] * 12)
+        write_answers(folder, "quiz", 2, [1] * 12)
+        write_answers(folder, "quiz", 4, [solves] * 11 + [0])
+    found = compare_runs(ours, other, "quiz")
+    assert (found.gain, found.n) == (pytest.approx(1100 / 12), 12) and found.p < 0.05 and found.low > 0
+    assert compare_runs(ours, other, "quiz", num_loops=2).gain == 0
+    measured = "It was measured on development at K = 4, quiz at K = 2, quiz at K = 4."
+    command = f"`loopdropout evaluate {other} --benchmarks"
+    with user_error(f"`task` must be one that {ours} was measured on at K = 4, got b. {measured}"):
+        compare_runs(ours, other, "b")
+    write_answers(ours, "quiz", 8, [1] * 12)
+    with user_error(f"{other} was measured on at K = 8, got quiz. {measured} {command} quiz --eval_num_loops 8`"):
+        compare_runs(ours, other, "quiz", num_loops=8)
+    write_answers(other, "quiz", 8, [1] * 13)
+    with user_error("Both runs must be measured on the same problems of quiz, .* 12 and .* 13 problems"):
+        compare_runs(ours, other, "quiz", num_loops=8)
+    (tmp_path / "empty").mkdir()
+    with user_error(f"{tmp_path}/empty was measured on, got quiz. It was measured on no task."):
+        compare_runs(ours, tmp_path / "empty", "quiz")
+    with user_error("The folder nowhere does not exist"):
+        compare_runs("nowhere", other, "quiz")
+
+
+def test_report_compares_the_runs_that_it_is_given(tmp_path, capsys, monkeypatch):
+    """With the last one, on the same problems of each task and depth, as `compare_runs` does. A run can be in another one."""
+    report, ours = load_script("recipes/report.py"), tmp_path / "ours"
+    other, third = ours / "lora", tmp_path / "third"
+    for folder, solves, seed in ((ours, 1, 5), (other, 0, 6), (third, 1, 7)):
+        monkeypatch.setitem(ANSWERS, "seed", seed)
+        write_answers(folder, "development", 4, [1 - solves] * 12)
+        write_answers(folder, "quiz", 4, [solves] * 11 + [0] * (1 if folder != third else 2))
+    monkeypatch.setattr(report, "draw_figure", lambda plot, path: None)
+    report.main([*map(str, (ours, third, other)), "--output_dir", str(tmp_path / "report")])
+    table = pd.read_csv(tmp_path / "report/comparison.csv").set_index("run")
+    assert {*table["task"]} == {"quiz"} and [*table["seed"]] == [5, 7, 6] and [*table["num_problems"]] == [12, 13, 12]
+    assert read_results(ours, other) == read_results(ours)
+    found = compare_runs(ours, other, "quiz")
+    numbers = table.loc[str(ours), ["difference", "low", "high", "p"]]
+    assert [*numbers] == pytest.approx([found.gain, found.low, found.high, found.p])
+    assert table.loc[[str(third), str(other)], "difference"].isna().all()
+    out = capsys.readouterr().out
+    assert "Differences are in points on the same n problems." in out
+    lines = out.split("Accuracy of the runs in %, and difference to ours/lora")[1].splitlines()
+    assert lines[2].startswith("quiz  4  ours ") and lines[2].endswith(f" 5  12     91.67  {found}")
+    assert lines[3].startswith("quiz  4  third ") and lines[3].rstrip().endswith("other problems")
+    report.report_comparison([str(ours), str(tmp_path)], tmp_path / "report")
+    report.report_comparison([str(ours), str(tmp_path), str(other)], tmp_path / "report")
+    report.report_comparison([str(ours), f"{ours}/"], tmp_path / "report")
+    report.report_comparison([str(ours)], tmp_path / "report")
+    several = tmp_path / "several"  # adapters that one `evaluate` has measured
+    for seed in (5, 6):
+        monkeypatch.setitem(ANSWERS, "seed", seed)
+        write_answers(several, "quiz", 4, [1] * 12)
+    report.report_comparison([str(ours), str(several)], tmp_path / "report")
+    with user_error(f"must be folders of runs, but {several} has 2 accuracies on quiz at K = 4, of several adapters"):
+        compare_runs(ours, several, "quiz")
+    assert capsys.readouterr().out == ""
+    report.report_comparison([str(ours), str(third)], tmp_path / "report")
+    assert "Differences are" not in capsys.readouterr().out  # on other problems
+    for folder in (ours, third):
+        write_answers(folder, "quiz", 2, [1] * 12)
+    report.report_comparison([str(ours), str(third)], tmp_path / "report")
+    assert pd.read_csv(tmp_path / "report/comparison.csv")["K"].tolist() == [2, 2, 4, 4]
+
+
+def test_report_says_why_a_run_is_not_compared(tmp_path, capsys, monkeypatch):
+    """Runs that the user names are shown, also if a sweep has not chosen their learning rate. None is left out in silence."""
+    report = load_script("recipes/report.py")
+    monkeypatch.setattr(report, "draw_figure", lambda plot, path: None)
+    runs = [tmp_path / f"mine/lora/lr_0.00{rate}/seed_1" for rate in (1, 2, 3)]
+    first, second, third = runs
+    update_summary(tmp_path / "mine", choices={"lora": {"rates": [0.001, 0.002], "best": None}})
+    training = {"metric": "eval_loss", "unit": "nats", "task": "training", "method": "LoRA", "seed": 1, "n": 1}
+    for rate, run in zip((0.001, 0.002, 0.003), runs, strict=True):
+        write_results(run, [{**training, "value": rate, "step": 10, "num_loops": 4, "gates": "unit"}])
+        dump_recipe({"run_name": f"mine/lora/lr_{rate}/seed_1", "learning_rate": rate}, run / "recipe.yaml")
+        write_answers(run, "development" if run == second else "quiz", 8 if run == third else 4, [1] * 12)
+    words = ["--output_dir", str(tmp_path / "report")]
+    for named, reason in (
+        ((first, second), f"The accuracies are not compared, because there is none of a benchmark for {second}. "),
+        ((first, third), f"no task and depth was measured for all: {first}, {third}."),
+    ):
+        report.main([*map(str, named), *words])
+        printed = capsys.readouterr().out
+        assert reason in printed and "Left out: 2 runs" not in printed
+        losses = pd.read_csv(tmp_path / "report/held_out_loss.csv")
+        assert len(losses) == 2
+    report.main([str(tmp_path / "mine"), *words])
+    printed = capsys.readouterr().out
+    assert "Left out: 3 runs of lora" in printed and "the results of all trainings are left out" in printed
+
+
+def test_base_model_is_found_in_results_and_data_frames():
+    """By its method. The gates of a merged model are "none", too, and a result of a training has no method yet."""
+    rows = [
+        {"method": "base model", "gates": "none"},
+        {"method": "mine", "gates": "none"},
+        {"method": "LoRA", "gates": "unit"},
+    ]
+    assert [is_of_base(row) for row in rows] == [*is_of_base(pd.DataFrame(rows))] == [True, False, False]
+    assert is_of_base({"gates": "none"}) and not is_of_base({"gates": "unit"})
