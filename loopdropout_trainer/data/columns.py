@@ -10,7 +10,14 @@ import yaml
 from accelerate import PartialState
 from transformers.utils import logging
 
-from loopdropout_trainer.data.formats import enumerate_columns, find_format, guess_columns, wrong_columns
+from loopdropout_trainer.data.formats import (
+    enumerate_columns,
+    find_format,
+    guess_columns,
+    is_alpaca,
+    to_messages,
+    wrong_columns,
+)
 from loopdropout_trainer.data.preparations import Row
 from loopdropout_trainer.data.sources import DataSource
 from loopdropout_trainer.errors import UserError, closest_match
@@ -56,6 +63,8 @@ def check_columns(
     line = yaml.safe_dump({"column_mapping": guess}, default_flow_style=None, sort_keys=False, width=math.inf).strip()
     example = f", for example `{line}`" if guess else ""
     fix = f"`column_mapping` renames columns{place}{example}, and `prompt_template` makes prompts from them."
+    if is_alpaca(names) and not mapping and not template_fields:
+        fix = "Set `prompt_template: alpaca` and `column_mapping: {completion: output}`, which also read the `input`."
     typed = {field: f"`prompt_template` asks for `{field}`." for field in template_fields}
     typed |= {column: f"`column_mapping` takes `{column}` as `{name}`." for name, column in mapping.items()}
     surplus, own_columns = _find_surplus_fields(columns, formats, mapping, template_fields, names)
@@ -154,3 +163,21 @@ def _find_other_format(row: Row, columns: Sequence[str], formats: Iterable[Seque
         if is_filled and not {*others} & {*columns}:
             return others
     return ()
+
+
+def describe_missing_text(columns: Sequence[str]) -> str:
+    """Return which text an example without text to train on lacks."""
+    if {"messages", "conversations"} & {*columns}:
+        return "no answer of the assistant"
+    return f"{' or '.join(f'`{name}`' for name in columns)} is empty"
+
+
+def describe_turns(row: Row, columns: Sequence[str]) -> str:
+    """Return the roles of the turns of a row without an answer, as the end of a sentence. It is empty for other formats."""
+    name = columns[-1]
+    if name not in ("messages", "conversations"):
+        return ""
+    turns = to_messages(row[name])
+    roles = dict.fromkeys(str(turn["role"]) for turn in turns) if isinstance(turns, list) else {}
+    found = f"the roles {', '.join(roles)}" if roles else f"no turns in `{name}`"
+    return f", which has {found}"

@@ -56,6 +56,11 @@ _USUAL_COLUMNS = {
 """Names that columns of a format often have elsewhere."""
 
 
+def is_alpaca(names: Iterable[str]) -> bool:
+    """Return whether columns with these names are those of Alpaca, whose prompt has an instruction and an input."""
+    return {*names}.issuperset(("instruction", "input", "output"))
+
+
 def guess_columns(example: Mapping[str, Any], formats: Iterable[Sequence[str]]) -> dict[str, str]:
     """Return which columns could be renamed to those of a format, as an example for a message.
 
@@ -155,17 +160,39 @@ def _to_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def write_numbers(value: Any) -> Any:
-    """Make texts of the numbers that are contents of turns, with the keys of TRL or ShareGPT. Return other values unchanged.
+def join_text_parts(value: Any, chat_template: Any) -> Any:
+    """Make a text of each content that is a list of texts, such as [{"type": "text", "text": "Hi"}]. Keep other values.
 
-    `datasets` reads a content such as "content": 7 of a file as a number, which chat templates need not be able to write.
+    Args:
+        value: Conversation, with the keys of TRL or ShareGPT, or another value.
+        chat_template: Text of the chat template, a mapping of several ones, or None. If it reads parts, they are kept.
     """
-    if not isinstance(value, list):
+    if not isinstance(value, list) or _reads_parts(chat_template):
         return value
-    return [_write_number(turn) if isinstance(turn, dict) else turn for turn in value]
+    return [_join_parts(turn) if isinstance(turn, dict) else turn for turn in value]
+
+
+def _join_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
+    joined = dict(turn)
+    for key in ("content", "value"):
+        parts = turn.get(key)
+        if isinstance(parts, list) and parts and all(_is_text_part(part) for part in parts):
+            joined[key] = "".join(part["text"] for part in parts)
+    return joined
+
+
+def _is_text_part(part: Any) -> bool:
+    """Return whether a part of a content is a text and nothing else. Files in Parquet can have further keys without value."""
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        return False
+    return all(value is None or key in ("type", "text") for key, value in part.items())
 
 
 def _write_number(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Make texts of numbers that are the content of a turn.
+
+    `datasets` reads a content such as "content": 7 of a file as a number, which chat templates need not be able to write.
+    """
     texts = {key: str(turn[key]) for key in ("content", "value") if _is_number(turn.get(key))}
     return {**turn, **texts}
 
@@ -216,7 +243,7 @@ def check_roles(turns: Any, chat_template: Any) -> None:
         if role in USUAL_ROLES or str(role) in re.findall(r"\w+", str(chat_template)):
             continue
         roles = f"{', '.join(USUAL_ROLES[:-1])} or {USUAL_ROLES[-1]}"
-        hint = closest_match(_ROLES.get(str(role), str(role)), USUAL_ROLES)
+        hint = closest_match(_ROLES.get(str(role).lower(), str(role)), USUAL_ROLES)
         raise UserError(f"A role must be {roles}, or another one in the chat template, got {short_repr(role)}.{hint}")
 
 

@@ -14,7 +14,13 @@ from transformers.utils import logging
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.caching import examples_key
-from loopdropout_trainer.data.columns import check_columns, check_one_format, warn_about_unused
+from loopdropout_trainer.data.columns import (
+    check_columns,
+    check_one_format,
+    describe_missing_text,
+    describe_turns,
+    warn_about_unused,
+)
 from loopdropout_trainer.data.examples import Examples, LeftOut
 from loopdropout_trainer.data.files import load_rows
 from loopdropout_trainer.data.formats import (
@@ -22,6 +28,7 @@ from loopdropout_trainer.data.formats import (
     check_contents,
     check_roles,
     has_text,
+    join_text_parts,
     to_messages,
     to_text,
 )
@@ -279,7 +286,7 @@ def _make_examples(
         source: Number of the source.
         optional: Columns that all examples get, if other sources have them.
     """
-    mapping = args.column_mapping or {}
+    mapping, template = args.column_mapping or {}, tokenizer.chat_template
     columns = find_columns(args, [*rows.column_names, *mapping])
     of_source = f" of {title}" if title else ""  # in the plan, which names a single source already
     is_mixture = len(args.datasets or ()) > 1
@@ -289,22 +296,20 @@ def _make_examples(
     origins = np.stack([np.zeros(len(rows), dtype=int), np.arange(len(rows))], axis=1)
     everything = Examples(rows, examples_key(rows, args, tokenizer), [data], origins)
     noun = f"examples{of_source}"
-    reason = f"they have no text to train on ({_describe_missing_text(columns)})"
-    examples = everything.keep(
-        _has_texts, left_out, noun, reason, args=args, columns=columns, chat_template=tokenizer.chat_template
-    )
+    reason = f"they have no text to train on ({describe_missing_text(columns)})"
+    examples = everything.keep(_has_texts, left_out, noun, reason, args=args, columns=columns, chat_template=template)
     if len(examples.rows) < len(rows):  # so that `keep` has added their number to `left_out`
         numbers = np.setdiff1d(origins[:, 1], examples.origins[:, 1]).tolist()
         without_text = left_out.pop()  # which would be wrong for rows of another format
-        own_rows = ((number, _read_row(rows[number], args)) for number in numbers)
+        own_rows = ((number, _read_row(rows[number], args, template)) for number in numbers)
         check_one_format(f"The data of {data}", own_rows, columns, args.formats, everything.describe_row)
-        row = _read_row(rows[numbers[0]], args)
-        first_row = f". The first one is {everything.describe_row(numbers[0])}{_describe_turns(row, columns)}"
+        row = _read_row(rows[numbers[0]], args, template)
+        first_row = f". The first one is {everything.describe_row(numbers[0])}{describe_turns(row, columns)}"
         left_out.append(without_text._replace(reason=reason + first_row))
     if not len(examples.rows):
         found = "no examples"
         if len(rows):
-            found = short_repr(_read_row(rows[0], args)[columns[-1]])
+            found = short_repr(_read_row(rows[0], args, template)[columns[-1]])
         raise UserError(f"The data of {data} must have an example with text in {columns[-1]}, got {found}.")
     preparation = PREPARATIONS[args.preparation]
     if preparation.keep is not keep_all:
@@ -312,25 +317,7 @@ def _make_examples(
         examples = examples.keep(_is_kept, left_out, noun, reason, args=args, tokenizer=tokenizer)
         if not len(examples.rows):
             raise UserError(f"The data of {data} must have examples that `preparation: {args.preparation}` keeps.")
-    return examples.replace(_make_example, args=args, source=source, optional=optional)
-
-
-def _describe_missing_text(columns: Sequence[str]) -> str:
-    """Return which text an example without text to train on lacks."""
-    if {"messages", "conversations"} & {*columns}:
-        return "no answer of the assistant"
-    return f"{' or '.join(f'`{name}`' for name in columns)} is empty"
-
-
-def _describe_turns(row: Row, columns: Sequence[str]) -> str:
-    """Return the roles of the turns of a row without an answer, as the end of a sentence. It is empty for other formats."""
-    name = columns[-1]
-    if name not in ("messages", "conversations"):
-        return ""
-    turns = to_messages(row[name])
-    roles = dict.fromkeys(str(turn["role"]) for turn in turns) if isinstance(turns, list) else {}
-    found = f"the roles {', '.join(roles)}" if roles else f"no turns in `{name}`"
-    return f", which has {found}"
+    return examples.replace(_make_example, args=args, source=source, optional=optional, chat_template=template)
 
 
 def _complete(
@@ -353,14 +340,17 @@ def _complete(
     return examples.rows
 
 
-def _read_row(row: Row, args: DataArguments) -> Row:
-    """Rename columns as `column_mapping` says, and make texts of numbers to train on."""
+def _read_row(row: Row, args: DataArguments, chat_template: Any) -> Row:
+    """Rename columns as `column_mapping` says, and make texts of numbers to train on and of parts that are texts."""
     renamed = {name: row[column] for name, column in (args.column_mapping or {}).items()}
-    return {name: to_text(name, value) for name, value in {**row, **renamed}.items()}
+    read = {}
+    for name, value in {**row, **renamed}.items():
+        read[name] = join_text_parts(to_text(name, value), chat_template)
+    return read
 
 
 def _has_texts(row: Row, args: DataArguments, columns: Sequence[str], chat_template: Any) -> bool:
-    row = _read_row(row, args)
+    row = _read_row(row, args, chat_template)
     for name in columns:
         turns = to_messages(row[name])
         check_roles(turns, chat_template)
@@ -372,11 +362,11 @@ def _has_texts(row: Row, args: DataArguments, columns: Sequence[str], chat_templ
 
 
 def _is_kept(row: Row, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> bool:
-    return PREPARATIONS[args.preparation].keep(_read_row(row, args), args, tokenizer)
+    return PREPARATIONS[args.preparation].keep(_read_row(row, args, tokenizer.chat_template), args, tokenizer)
 
 
-def _make_example(row: Row, args: DataArguments, source: int, optional: Sequence[str]) -> Row:
-    row = {**dict.fromkeys(optional), **_read_row(row, args)}
+def _make_example(row: Row, args: DataArguments, source: int, optional: Sequence[str], chat_template: Any) -> Row:
+    row = {**dict.fromkeys(optional), **_read_row(row, args, chat_template)}
     identity, example = PREPARATIONS[args.preparation].make_example(row, args)
     own = {
         "order": random_order(identity, args.split_seed),

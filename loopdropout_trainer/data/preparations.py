@@ -39,7 +39,7 @@ Example = tuple[str, Row]
 """Identity and columns of an example. Rows with the same identity are duplicates."""
 
 PROMPT_TEMPLATES = {
-    # Taori et al. 2023, the variant without an input field.
+    # Taori et al. 2023, the variant without an input field. `make_pair` takes the other one for rows with an `input`.
     "alpaca": (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\n{instruction}\n\n### Response:"
@@ -48,6 +48,12 @@ PROMPT_TEMPLATES = {
     "question": "Question: {question}\nAnswer:",
 }
 """Prompts by name, with {column} fields."""
+
+_ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a response that "
+    "appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+"""Alpaca's prompt for rows with an input."""
 
 FIELD = re.compile(r"\{(\w[\w .-]*)\}")
 """A {column} field of a prompt template."""
@@ -68,7 +74,10 @@ def remove_calculations(solution: str) -> str:
 
 def make_pair(row: Row, completion: str, args: DataArguments) -> Row:
     """Return a prompt and a completion."""
-    prompt = fill(args.template or "{prompt}", row) + args.prompt_end
+    template = args.template or "{prompt}"
+    if template == PROMPT_TEMPLATES["alpaca"] and str(row.get("input") or "").strip():
+        template = _ALPACA_WITH_INPUT
+    prompt = fill(template, row) + args.prompt_end
     return {"prompt": prompt, "completion": args.target_prefix + completion}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from datasets import Dataset, Features, IterableDataset, Json
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import cached_file
 
+from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.columns import check_one_format
 from loopdropout_trainer.data.files import error_in_row
 from loopdropout_trainer.data.formats import (
@@ -25,8 +25,9 @@ from loopdropout_trainer.data.formats import (
     check_turns,
     find_format,
     guess_columns,
-    rename_keys,
-    write_numbers,
+    is_alpaca,
+    join_text_parts,
+    to_messages,
     wrong_columns,
 )
 from loopdropout_trainer.data.saved_prompts import find_beginning, find_system_turns
@@ -49,11 +50,18 @@ def read_first(dataset: Any) -> Mapping[str, Any] | None:
 
 def has_conversations(example: Mapping[str, Any] | None) -> bool | None:
     """Return whether an example is a conversation, or None for tokens or without an example."""
-    from trl.data_utils import is_conversational, is_conversational_from_value
+    from trl.data_utils import is_conversational
 
     if example is None or "input_ids" in example:
         return None
-    return bool(is_conversational(example) or is_conversational_from_value(example))
+    return bool(is_conversational(example) or _has_sharegpt(example))
+
+
+def _has_sharegpt(example: Mapping[str, Any]) -> bool:
+    """Return whether an example has a conversation in the column of ShareGPT, with its keys or with TRL's."""
+    from trl.data_utils import is_conversational, is_conversational_from_value
+
+    return is_conversational_from_value(example) or is_conversational({"messages": example.get("conversations")})
 
 
 def describe_prompts(dataset: Any) -> dict[str, Any]:
@@ -97,7 +105,10 @@ def hide_length_warnings(args: Any) -> Iterator[None]:
 
 
 _SHAREGPT = ("conversations",)
-"""Columns of ShareGPT's format, which the trainers read as `messages`."""
+"""Columns of ShareGPT's format."""
+
+_NAMES = {"conversations": "messages"}
+"""TRL's names of columns in other formats."""
 
 _DATASETS = ("train_dataset", "eval_dataset", "test_dataset")
 """Arguments with datasets: of a trainer, of its `evaluate` and of its `predict`."""
@@ -165,13 +176,13 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
         arguments: Arguments of a trainer.
         formats: Columns of each format that the trainer reads. Without any, all columns are accepted.
     """
-    from trl.data_utils import is_conversational_from_value
-
     if not formats:
         return
     for title, dataset in name_datasets(arguments):
         example = read_first(dataset)
-        if example is None or "input_ids" in example or is_conversational_from_value(example):
+        if example is None or "input_ids" in example:
+            continue
+        if ("messages",) in formats and _has_sharegpt(example):  # which become messages
             continue
         readable = formats
         if "prompt" in example:  # which TRL looks for first, and then reads no format without it
@@ -180,6 +191,11 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
             renamed = {old: new for new, old in guess_columns(example, readable).items()}
             call = f"rename_columns({renamed})" if renamed else "Dataset.rename_columns"
             fix = f"Rename columns by `{call}`, or make new ones by `Dataset.map`."
+            if is_alpaca(example):
+                fix = (
+                    'Make examples by `load_datasets`, whose `SFTDataArguments` take `prompt_template="alpaca"` and '
+                    '`column_mapping={"completion": "output"}`, or by `Dataset.map`.'
+                )
             raise wrong_columns(title, readable, example, fix)
         _check_one_format(title, dataset, example, formats)
 
@@ -199,21 +215,23 @@ def _check_one_format(
 def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], chat_template: Any) -> None:
     """Raise UserError for the first row that TRL cannot read, or whose turns have a role that is a mistake.
 
-    A stream can be endless, so each of its rows is checked when the training reads it. Numbers as contents of turns become
-    texts, as in the examples of a recipe.
+    Conversations become as in the examples of a recipe: ShareGPT's keys and roles are renamed, and numbers and parts that are
+    texts become texts. A stream can be endless, so each of its rows is checked when the training reads it.
 
     Args:
-        arguments: Arguments of a trainer. Streams are replaced by streams that check their rows, and datasets with numbers
-            as contents by ones with texts.
+        arguments: Arguments of a trainer. Streams are replaced by streams that check their rows, and datasets with
+            conversations in another spelling by ones in TRL's.
         formats: Columns of each format that the trainer reads.
         chat_template: Text of the chat template of the training.
     """
-    for place, row in _iterate_rows(arguments, formats):
-        _check_row(row, chat_template, place)
-    checked = {
-        title: _check_stream(title, _write_contents(dataset, formats), formats, chat_template)
-        for title, dataset in name_datasets(arguments)
-    }
+    checked = {}
+    for title, dataset in name_datasets(arguments):
+        checked[title] = dataset
+        columns = _find_columns(read_first(dataset), formats)
+        if columns and isinstance(dataset, Dataset):
+            checked[title] = _check_dataset(title, dataset, columns, chat_template)
+        elif columns and isinstance(dataset, IterableDataset):
+            checked[title] = _check_stream(title, dataset, columns, chat_template)
     for argument in _DATASETS:
         if f"`{argument}`" in checked:
             arguments[argument] = checked[f"`{argument}`"]
@@ -221,10 +239,16 @@ def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], ch
             arguments[argument] = {name: checked[f"`{argument}[{name!r}]`"] for name in arguments[argument]}
 
 
-def _check_row(row: Mapping[str, Any], chat_template: Any, place: str) -> None:
-    """Raise UserError for a wrong row. `row`: the columns that TRL makes tokens of. `place`: such as "row 4 of ..."."""
+def _check_row(row: Mapping[str, Any], chat_template: Any, place: str) -> bool:
+    """Raise UserError for a wrong row, and return whether it has conversations in another spelling than TRL's.
+
+    Args:
+        row: Columns that TRL makes tokens of.
+        chat_template: Text of the chat template of the training.
+        place: Place of the row, such as "row 4 of `train_dataset`".
+    """
+    example = _write_row(row, chat_template)
     try:
-        example = {name: rename_keys(value) for name, value in row.items()}
         for name, turns in example.items():
             check_turns(name, turns)
             check_roles(turns, chat_template)
@@ -232,43 +256,47 @@ def _check_row(row: Mapping[str, Any], chat_template: Any, place: str) -> None:
         check_complete(example)
     except UserError as error:
         raise error_in_row(place, error) from None
+    return example != row
 
 
-def _write_contents(dataset: Any, formats: Collection[Sequence[str]]) -> Any:
-    """Return a dataset whose turns have texts instead of numbers, or the dataset itself if they have no numbers."""
-    columns = _find_columns(read_first(dataset), formats) if isinstance(dataset, Dataset) else ()
-    if not columns:
-        return dataset
-    features = str([dataset.features[name] for name in columns])
-    # Only these types hold numbers. "points" can be a key of turns.
-    if not re.search(r"Value\('u?(int|float)|Json\(", features):
-        return dataset
+def _write_row(row: Mapping[str, Any], chat_template: Any) -> dict[str, Any]:
+    """Return the columns that TRL makes tokens of, with conversations as the chat template reads them."""
+    return {_NAMES.get(name, name): to_messages(join_text_parts(value, chat_template)) for name, value in row.items()}
+
+
+def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], chat_template: Any) -> Dataset:
+    """Check each row, and return the dataset with conversations in TRL's spelling, or itself if all of them are in it."""
     rows = dataset.select_columns(list(columns)).with_format(None)
-    if all(_write_row(row, columns) == row for row in rows):
+    is_other = False
+    for number, row in enumerate(rows, start=1):
+        is_other |= _check_row(row, chat_template, f"row {number:,} of {title}")
+    if not is_other:
         return dataset
     # `Json` keeps each value as it is.
-    conversations = {name: Json() for name in columns if isinstance(rows[0][name], list)}
-    features = Features({**dataset.features, **conversations})
-    return dataset.map(_write_row, fn_kwargs={"columns": columns}, features=features)
+    types = {name: feature for name, feature in dataset.features.items() if name not in columns}
+    for name in columns:
+        types[_NAMES.get(name, name)] = Json() if isinstance(rows[0][name], list) else dataset.features[name]
+
+    def write(row: Mapping[str, Any]) -> dict[str, Any]:
+        return _write_row({name: row[name] for name in columns}, chat_template)
+
+    with hide_short_bars(num_rows=len(dataset)):
+        return dataset.map(write, remove_columns=list(columns), features=Features(types))
 
 
-def _write_row(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
-    return {name: write_numbers(row[name]) for name in columns}
-
-
-def _check_stream(title: str, dataset: Any, formats: Collection[Sequence[str]], chat_template: Any) -> Any:
-    """Return a stream that checks each row as it passes, or another dataset unchanged."""
-    if not isinstance(dataset, IterableDataset):
-        return dataset
-    columns = _find_columns(read_first(dataset), formats)
-    if not columns:
-        return dataset
+def _check_stream(title: str, dataset: IterableDataset, columns: Sequence[str], chat_template: Any) -> IterableDataset:
+    """Return a stream that checks each row as it passes, with conversations in TRL's spelling."""
 
     def check(row: dict[str, Any], index: int) -> dict[str, Any]:
-        _check_row({name: row[name] for name in columns}, chat_template, f"row {index + 1:,} of {title}")
-        return {**row, **_write_row(row, columns)}
+        own = {name: row[name] for name in columns}
+        _check_row(own, chat_template, f"row {index + 1:,} of {title}")
+        return _write_row(own, chat_template)
 
-    return dataset.map(check, with_indices=True, features=dataset.features)
+    first = {name: read_first(dataset)[name] for name in columns}
+    features = dataset.features
+    if _write_row(first, chat_template) != first:  # so that the types of columns change
+        features = None
+    return dataset.map(check, with_indices=True, remove_columns=list(columns), features=features)
 
 
 def explain_row(
@@ -276,7 +304,7 @@ def explain_row(
 ) -> None:
     """Raise UserError for the first conversation that the chat template of a tokenizer cannot write. TRL names no row."""
     for place, row in _iterate_rows(arguments, formats):
-        turns = {name: rename_keys(value) for name, value in row.items()}
+        turns = {name: to_messages(value) for name, value in row.items()}
         if not all(isinstance(value, list) for value in turns.values()):
             continue
         # A prompt is the beginning of the other columns (`completion`, or `chosen` and `rejected`), or alone, as in GRPO.

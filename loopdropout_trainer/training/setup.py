@@ -170,7 +170,6 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         """Complete the arguments of TRL's trainer, by default with the paper's adapter and the model's `tokenizer.json`."""
         check_kinds(arguments)
         check_datasets(arguments)
-        dataset = arguments["train_dataset"]
         if isinstance(arguments["model"], Path):
             arguments["model"] = str(arguments["model"])
         args = arguments["args"] = self.config_class.from_trl(arguments["args"], arguments["model"])
@@ -203,7 +202,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         else:
             warn_if_rebuilt(arguments["processing_class"])
         self._check_examples(arguments)
-        self.saved_facts |= describe_prompts(dataset)
+        self.saved_facts |= describe_prompts(arguments["train_dataset"])
         self._add_callbacks(arguments)
 
     def _check_examples(self, arguments: dict[str, Any]) -> None:

@@ -18,11 +18,10 @@ from loopdropout_trainer import (
     LoopDropoutGRPOTrainer,
     LoopDropoutSFTTrainer,
 )
-from loopdropout_trainer.data import DataArguments, load_datasets, read_files
+from loopdropout_trainer.data import DataArguments, load_datasets, preview, read_files
 from loopdropout_trainer.data.formats import TEXTS
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
-from loopdropout_trainer.training import examples
 from loopdropout_trainer.training.examples import check_rows
 from loopdropout_trainer.training.setup import with_gates
 
@@ -50,8 +49,8 @@ BROKEN = {
         "A role must be .* 'assitant'. Did you mean 'assistant'?",
     ),
     "role of ShareGPT": (
-        {"messages": [{"role": "human", "content": "2"}]},
-        "A role must be .* got 'human'. Did you mean 'user'?",
+        {"messages": [{"role": "Human", "content": "2"}]},
+        "A role must be .* got 'Human'. Did you mean 'user'?",
     ),
     "template": (
         {"messages": [{"role": "critic", "content": "2"}, ANSWER]},
@@ -127,6 +126,21 @@ def test_wrong_columns_are_one_sentence(make, cls, columns, renamed):
         make(cls, QUESTIONS)
 
 
+def test_columns_of_alpaca_name_its_template(make, tokenizer, tmp_path):
+    columns = {"instruction": "Add.", "input": "1 and 1", "output": "2"}
+    rows = Dataset.from_list([columns, {**columns, "input": ""}])
+    message = 'got the columns instruction, input, output. Make .* `SFTDataArguments` take `prompt_template="alpaca"`'
+    with user_error(message):
+        make(SFT, rows)
+    file = write_lines(tmp_path / "a.jsonl", [*rows])
+    with user_error("Set `prompt_template: alpaca` and `column_mapping: {completion: output}`"):
+        load_datasets(DataArguments(train_files=[file]), tokenizer)
+    args = DataArguments(train_files=[file], prompt_template="alpaca", column_mapping={"completion": "output"})
+    prompts = load_datasets(args, tokenizer)["train"]["prompt"]
+    assert "### Instruction:\nAdd.\n\n### Input:\n1 and 1\n\n### Response:" in prompts[0]
+    assert "### Instruction:\nAdd.\n\n### Response:" in prompts[1] and "Input" not in prompts[1]
+
+
 def test_column_of_texts_is_renamed_to_the_field(make):
     rows = Dataset.from_list([{"text": "1 + 1 = 2"}] * 2)
     with user_error(
@@ -165,18 +179,39 @@ def test_numbers_of_turns_become_texts(tmp_path, num_texts, number, is_stream):
         assert next(iter(dataset))["messages"][0]["content"] == str(number)
 
 
-def test_rows_without_numbers_are_not_searched_for_them(monkeypatch):
+def test_rows_in_the_spelling_of_trl_stay():
     """Also if the name of a key has the name of a type of numbers."""
-    monkeypatch.setattr(examples, "_write_row", None)
     rows = Dataset.from_list([{"messages": [{**QUESTION, "points": "x", "floats": None}, ANSWER]}] * 2)
     arguments = {"train_dataset": rows, "eval_dataset": None}
     check_rows(arguments, TEXTS, None)
     assert arguments["train_dataset"] is rows
 
 
+SHAREGPT = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
+PARTS = [{**turn, "content": [{"type": "text", "text": text} for text in turn["content"]]} for turn in TURNS]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("row", [
+    {"conversations": SHAREGPT}, {"conversations": TURNS}, {"messages": SHAREGPT}, {"messages": PARTS}
+], ids=["ShareGPT", "keys of TRL", "messages of ShareGPT", "parts"])  # fmt: skip
+def test_conversations_in_other_spellings(config, tmp_path, row, is_stream):
+    """In Python as in a recipe, which also reads parts that are texts for a template without parts."""
+    tokenizer = load_tokenizer("tiny-ouro", chat_template="tulu2")
+    data = DataArguments(train_files=[write_lines(tmp_path / "a.jsonl", [{"id": 1, **row}] * 4)])
+    assert [*load_datasets(data, tokenizer)["train"]] == [{"messages": TURNS}] * 4
+    rows = read_files(str(tmp_path / "a.jsonl"))
+    args = config(max_steps=1, assistant_only_loss=True)
+    train_dataset = rows.to_iterable_dataset() if is_stream else rows
+    trainer = SFT("tiny-ouro", args, train_dataset=train_dataset, eval_dataset=rows, processing_class=tokenizer)
+    assert trainer.saved_facts["is_chat"]
+    for dataset in (trainer.train_dataset, trainer.eval_dataset):
+        assert preview(next(iter(dataset)), tokenizer) == "<|user|>\n1 + 1?\n<|assistant|>\n⟦2<|endoftext|>⟧"
+
+
 def test_parts_of_a_turn_need_a_template_that_reads_them(make, tokenizer, monkeypatch, tmp_path):
     """Another template would write them as Python's list."""
-    question = {"role": "user", "content": [{"type": "text", "text": "2"}]}
+    question = {"role": "user", "content": [{"type": "image", "text": "2"}]}
     write_lines(tmp_path / "parts.jsonl", [{"messages": [question, {**ANSWER, "content": "two"}]}] * 2)
     rows = read_files(str(tmp_path / "parts.jsonl"))
     args, message = (
