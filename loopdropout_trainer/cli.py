@@ -24,6 +24,7 @@ from pathlib import Path
 
 from loopdropout_trainer.errors import UserError, closest_match, run_script
 from loopdropout_trainer.files import describe_version, find_recipes_of_name, recipe_hint, recipe_names, recipes_folder
+from loopdropout_trainer.terminal import terminal_columns, wrap_for_terminal
 
 
 def scripts() -> dict[str, Path]:
@@ -112,15 +113,23 @@ def find_description(recipe: str) -> str:
 
 def print_recipes(names: Sequence[str]) -> None:
     """Print recipes of the package by command, each with the first sentence of its comments. The quickstart is first."""
-    by_command: dict[str, list[str]] = {}
+    by_command: dict[str, list[tuple[str, str]]] = {}
     for name in sorted(names, key=lambda name: (name != "quickstart.yaml", name)):
         text = _read_recipe(name)
-        line = f"{name:<48} {find_description(text)}".rstrip()
-        by_command.setdefault(command_of(name, text), []).append(line)
+        by_command.setdefault(command_of(name, text), []).append((name, find_description(text)))
     for command in sorted(by_command, key=lambda command: command != "sft"):
         print(command if command.startswith("accelerate") else f"loopdropout {command}")
-        for line in by_command[command]:
-            print(f"  {line}")
+        for name, description in by_command[command]:
+            print(*_list_recipe(name, description), sep="\n")
+
+
+def _list_recipe(name: str, description: str) -> list[str]:
+    """Return the line about a recipe, or several lines in a terminal that is narrower."""
+    line = f"  {name:<48} {description}".rstrip()
+    columns = terminal_columns()
+    if columns is None or len(line) <= columns:
+        return [line]
+    return [f"  {name}", *(f"      {part}" for part in wrap_for_terminal(description, 6))]
 
 
 def find_recipes(words: Sequence[str]) -> list[str]:

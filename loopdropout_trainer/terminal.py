@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any, TextIO
 
@@ -95,6 +97,34 @@ def format_value(value: Any, digits: int = 4) -> Any:
 
 
 def titled(title: str, lines: Iterable[str], width: int = 12) -> str:
-    """Return lines of a plan next to their title, which has `width` characters with the space behind it."""
+    """Return lines of a plan next to their title, which has `width` characters with the space behind it.
+
+    In a terminal, long lines are wrapped between words. A file or a pipe has whole lines, which other programs can find.
+    """
     indent = " " * width
-    return f"{title:<{width}}" + f"\n{indent}".join(lines)
+    wrapped: list[str] = []
+    for line in lines:
+        wrapped += wrap_for_terminal(line, width, "  ")
+    return f"{title:<{width}}" + f"\n{indent}".join(wrapped)
+
+
+def wrap_for_terminal(line: str, indent: int, further: str = "") -> list[str]:
+    """Return the parts of a line that fit into the terminal behind `indent` columns, or the whole line without a terminal.
+
+    Further parts begin below the first word, with the spaces `further` in front. Numbers and settings stay in one part
+    (`join_numbers`).
+    """
+    columns = terminal_columns()
+    if columns is None:
+        return [line]
+    start = " " * (len(line) - len(line.lstrip())) + further
+    options = {"subsequent_indent": start, "break_long_words": False, "break_on_hyphens": False}
+    parts = textwrap.wrap(join_numbers(line), max(20, columns - indent), **options)
+    return [part.replace("\N{NO-BREAK SPACE}", " ") for part in parts] or [line]
+
+
+def terminal_columns() -> int | None:
+    """Return the number of columns of the terminal that shows the standard output, or None for a file or a pipe."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns

@@ -276,7 +276,7 @@ def _describe_evaluations(sweep: Any) -> dict[str, str]:
         if steps:
             num_runs = count(_count_final_runs(sweep, method), "final run")
             whose = " of each method" if own.count(tuple(steps)) > 1 or len(own) == 1 else ""
-            texts[method] = "\n".join([f"{num_runs}{whose}:", *steps])
+            texts[method] = "\n  ".join([f"{num_runs}{whose}:", *steps])
     return texts
 
 

@@ -100,6 +100,28 @@ def test_bars_are_for_terminals_only():
     assert subprocess.run(command, env=environment, capture_output=True, check=True).stderr == b""
 
 
+def test_plans_are_wrapped_in_terminals_only():
+    """Between words, and not inside of numbers and settings. Other programs find whole lines in a file."""
+    line = "  at most 12,902,400 tokens, so 4.0 to 17 hours at K = 4"
+    code = f"from loopdropout_trainer.terminal import titled; print(titled('tokens', [{line!r}], 8))"
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("COLUMNS", None)
+    master, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 40))
+    subprocess.run(command, env=environment, stdout=terminal, check=True)
+    os.close(terminal)
+    printed = os.read(master, 10_000).decode()
+    os.close(master)
+    assert printed.splitlines() == [
+        "tokens    at most 12,902,400 tokens, so",
+        "            4.0 to 17 hours at K = 4",
+    ]
+    assert (
+        subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+        == f"tokens  {line}\n".encode()
+    )
+
+
 def test_pieces_form_no_new_sequence():
     assert show_controls("\x1b\x1b[0m[2J") == r"\x1b[2J"
     assert show_controls("tab\tline\nمرحبا 👩‍🚀 é") == "tab\tline\nمرحبا 👩‍🚀 é"

@@ -518,8 +518,8 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "tokens          about 508 in each training, 4,064 in these trainings, without those of further learning rates\n"
         "choice          6 evaluations of development\n"
         "evaluation      2 final runs of each method:\n"
-        "                evaluate arithmetic_hard\n"
-        "                measure losses on held-out examples\n"
+        "                  evaluate arithmetic_hard\n"
+        "                  measure losses on held-out examples\n"
         "answers         at most 2,012 problems and 160,960 generated tokens, without further learning rates\n"
         f"                {HOW_TO_TIME}\n"
         f"\nNext:\n  loopdropout sweep {lab.file} --workers 2\n  loopdropout report {lab.out}   # after the sweep\n"
@@ -759,7 +759,7 @@ def test_plan_reads_values_as_a_training_does(lab, capsys):
     """A field of a list takes one value."""
     lab.sweep(settings={"eval_num_loops": 8, "benchmarks": "arithmetic_hard"})
     sweep.main([lab.file, "--dry_run", "true"])
-    assert "evaluate arithmetic_hard\n                evaluate arithmetic_hard at K = 8\n" in capsys.readouterr().out
+    assert "evaluate arithmetic_hard\n                  evaluate arithmetic_hard at K = 8\n" in capsys.readouterr().out
 
 
 def test_plan_of_methods_with_their_own_evaluations_has_a_line_for_each(lab, capsys):
