@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import reprlib
+import shlex
 import signal
 import sys
 import time
@@ -77,6 +78,11 @@ def hint_at_own_file() -> str:
         "import its file first, by `--import FILE`", "run or import the code that registers it first"
     )
     return f" If it is your own, {advice}."
+
+
+def join_command(*words: str | Path) -> str:
+    """Return a command of this package as a shell reads it: a folder with a space has quotes."""
+    return shlex.join(["loopdropout", *map(str, words)])
 
 
 def count(number: int, noun: str) -> str:

@@ -45,7 +45,7 @@ from loopdropout_trainer.diagnostics import (
     reference_examples,
     single_loop,
 )
-from loopdropout_trainer.errors import UserError, count, run_script
+from loopdropout_trainer.errors import UserError, count, join_command, run_script
 from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.files import read_json_object, write_file
 from loopdropout_trainer.jobs.runs import TRAINING_TYPES
@@ -257,7 +257,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
         own = find_own_reductions(sweep, first.args.task)
         if own and "single_loop" in first.args.diagnostics:
             trainings = count(len(own), "training")
-            print(f"{trainings} measured rho_t already, and `loopdropout report {sweep}` prints it.")
+            print(f"{trainings} measured rho_t already, and `{join_command('report', sweep)}` prints it.")
     shared = first.make_shared()
     for number, run in enumerate(reasons, start=1):
         reason = reasons[run]

@@ -15,7 +15,6 @@ folder of a training. The same command continues an interrupted evaluation.
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -32,7 +31,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.errors import UserError, count, run_script
+from loopdropout_trainer.errors import UserError, count, join_command, run_script
 from loopdropout_trainer.evaluation import LoopedLM, asks_in_chat, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.evaluation.plan import (
     Setting,
@@ -143,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
         if state.is_main_process:
             planned = plan_settings(args, sources, model_args.num_loops)
             words = without_option(sys.argv[1:] if argv is None else argv, "dry_run")
-            command = shlex.join(["loopdropout", "evaluate", *words])
+            command = join_command("evaluate", *words)
             print_evaluation_plan(planned, tasks, args.benchmark_limit, args.max_new_tokens, args.output_dir, command)
         return
 

@@ -19,7 +19,6 @@ Missing runs are listed.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, Comparison, explain_disagreements
-from loopdropout_trainer.errors import UserError, count, run_script
+from loopdropout_trainer.errors import UserError, count, join_command, run_script
 from loopdropout_trainer.files import check_links, recipe_names
 from loopdropout_trainer.reports.comparing import compare_folders, explain_missing_runs
 from loopdropout_trainer.reports.figure_files import build_figure
@@ -37,7 +36,7 @@ from loopdropout_trainer.reports.final_results import describe_left_out_runs, fi
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
 from loopdropout_trainer.reports.printing import shorten_folders
-from loopdropout_trainer.reports.saved_tables import TableText, save_layout, save_table
+from loopdropout_trainer.reports.saved_tables import TableText, describe_sizes, save_layout, save_table
 from loopdropout_trainer.reports.table_files import Missing, build_table
 from loopdropout_trainer.reports.tables import (
     ACCURACY_TITLE,
@@ -52,7 +51,6 @@ from loopdropout_trainer.reports.tables import (
     cost_numbers,
     cost_table,
     cost_title,
-    describe_sizes,
     explain_differences,
     explain_unpaired,
     fit_title,
@@ -279,7 +277,7 @@ def describe_missing_base(results: pd.DataFrame) -> list[str]:
         return []
     run = measured["run"].iloc[0]
     depths = [f"{depth:g}" for depth in sorted(measured["num_loops"].unique())]
-    command = join_command(["evaluate", str(recipe_path(run)), "none", "--eval_num_loops", *depths], run)
+    command = complete_command(["evaluate", str(recipe_path(run)), "none", "--eval_num_loops", *depths], run)
     return [f"The base model was not evaluated. `{command}` does so, and the next report has it."]
 
 
@@ -296,16 +294,16 @@ def describe_missing_base_loss(results: pd.DataFrame) -> list[str]:
     for run in unmeasured.unique():
         if read_yaml_file(recipe_path(run), f"The recipe of {run}").get("command") == "sft":
             words = ["sft", str(recipe_path(run)), "--evaluate_base", "true", "--output_dir", run]
-            return [f"The held-out loss of the base model is missing. `{join_command(words, run)}` adds it."]
+            return [f"The held-out loss of the base model is missing. `{complete_command(words, run)}` adds it."]
     return []
 
 
-def join_command(words: Sequence[str], run: str) -> str:
+def complete_command(words: Sequence[str], run: str) -> str:
     """Return a command of this package as a text, with the files of `--import` that the recipe of a run needs."""
     imports = read_needed_imports(run)
     if imports:
         words = [*words, "--import", *imports]
-    return shlex.join(["loopdropout", *words])
+    return join_command(*words)
 
 
 def report_reductions(results: pd.DataFrame, output_dir: Path) -> bool:

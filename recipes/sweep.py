@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.data import SFTDataArguments
-from loopdropout_trainer.errors import UserError, closest_match, count, run_script
+from loopdropout_trainer.errors import UserError, closest_match, count, join_command, run_script
 from loopdropout_trainer.jobs.runs import TRAINING_TYPES
 from loopdropout_trainer.results.imported_code import find_other_code
 from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
@@ -396,7 +396,7 @@ def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     (sweep,) = parse(ARGUMENTS, words, __doc__)
     if sweep.dry_run:
-        print_sweep_plan(sweep, f"loopdropout sweep {shlex.join(without_option(words, 'dry_run'))}")
+        print_sweep_plan(sweep, join_command("sweep", *without_option(words, "dry_run")))
         return
     if sweep.accept_changed_imports:
         accepted = accept_other_results(sweep)

@@ -19,7 +19,7 @@ from loopdropout_trainer.costs.trainings import (
 )
 from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.data.sources import describe_data
-from loopdropout_trainer.errors import UserError, count, is_unreachable
+from loopdropout_trainer.errors import UserError, count, is_unreachable, join_command
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.jobs.runs import Run
 from loopdropout_trainer.memory import count_parameters, find_smallest_projection, read_depth
@@ -316,7 +316,7 @@ def print_next_commands(runs: Sequence[Run]) -> None:
         commands["push"] = "share it on the Hub"
     print("\nNext:")
     for command, purpose in commands.items():
-        line = f"loopdropout {command} {folder}"
+        words = [command, folder]
         if command == "push":
-            line += " --hub_model_id USER/NAME"
-        print(f"  {line}   # {purpose}")
+            words += ["--hub_model_id", "USER/NAME"]
+        print(f"  {join_command(*words)}   # {purpose}")

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.diagnostics import Comparison, compare_answers
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, join_command
 from loopdropout_trainer.results.run_files import (
     DEVELOPMENT,
     is_of_training,
@@ -112,8 +112,8 @@ def explain_missing_runs(folders: Sequence[str], compared: pd.DataFrame) -> list
         return [f"Left out of the comparison, because no task and depth was measured for all: {', '.join(missing)}."]
     return [
         f"The accuracies are not compared, because there is none of a benchmark for {', '.join(unmeasured)}. Held-out "
-        "examples do not count, because they may have chosen a learning rate. `loopdropout evaluate "
-        f"{unmeasured[0]} --benchmarks TASK` measures one."
+        "examples do not count, because they may have chosen a learning rate. "
+        f"`{join_command('evaluate', unmeasured[0], '--benchmarks', 'TASK')}` measures one."
     ]
 
 
@@ -150,10 +150,11 @@ def _find_accuracy(folder: str | Path, task: str, num_loops: int | None) -> dict
     if found:
         return found[0]
     measured = ", ".join(f"{row['task']} at K = {row['num_loops']}" for row in own) or "no task"
-    at_depth, option = "", ""
+    at_depth, words = "", ["evaluate", folder, "--benchmarks", task]
     if depth:
-        at_depth, option = f" at K = {depth}", f" --eval_num_loops {depth}"
+        at_depth = f" at K = {depth}"
+        words += ["--eval_num_loops", depth]
     raise UserError(
         f"`task` must be one that {folder} was measured on{at_depth}, got {task}. It was measured on {measured}. "
-        f"`loopdropout evaluate {folder} --benchmarks {task}{option}` measures it."
+        f"`{join_command(*words)}` measures it."
     )

@@ -44,8 +44,8 @@ import numpy as np
 import pandas as pd
 
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.errors import UserError, count
-from loopdropout_trainer.files import checkpoint_step
+from loopdropout_trainer.errors import UserError, count, join_command
+from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.reports.result_choice import split_choices, split_repeated, split_replaced
 from loopdropout_trainer.reports.result_codes import number_codes
@@ -116,7 +116,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
         further, unfinished = read_unfinished(folders)
         rows += further
     if not rows:
-        raise UserError(f"There are no results below {', '.join(map(str, folders))}. Train or evaluate first.")
+        raise UserError(f"There are no results below {', '.join(map(str, folders))}. {_advise_measuring(folders)}")
     _set_runs(rows)
     rows, replaced = split_replaced(rows)
     rows, of_choice = split_choices(rows)
@@ -125,6 +125,15 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     left_out = describe_left_out_results({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
     results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))
     return results
+
+
+def _advise_measuring(folders: Sequence[str | Path]) -> str:
+    """Return a sentence about how some folders get results. Those of a checkpoint are in the folder of its run."""
+    for folder in map(Path, folders):
+        if is_checkpoint(folder):
+            command = join_command("report", folder.parent, "--checkpoints", "true")
+            return f"The results of an evaluated checkpoint are in the folder of its run: `{command}`."
+    return "Train or evaluate first."
 
 
 def _set_runs(rows: Sequence[dict[str, Any]]) -> None:

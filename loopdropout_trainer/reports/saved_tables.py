@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from loopdropout_trainer.reports.frames import has_seeds
 from loopdropout_trainer.reports.printing import print_table
 from loopdropout_trainer.reports.table_files import lay_out
 from loopdropout_trainer.reports.tables import (
     CHOICE_NOTE,
     OWN_FAMILY,
-    describe_means,
-    describe_sizes,
     explain_differences,
     explain_unpaired,
+    name_seeds,
 )
 
 
@@ -170,3 +170,34 @@ def save_latex(table: pd.DataFrame, text: TableText, path: Path) -> None:
         latex = "".join([head, end_of_line, " ".join(rules), "\n", body])
     latex = latex.replace(r"\begin{tabular}", SHRINK + "\n" + r"\begin{tabular}")
     path.with_suffix(".tex").write_text(latex.replace(r"\end{tabular}", r"\end{tabular}}"), encoding="utf-8")
+
+
+def describe_means(table: pd.DataFrame) -> list[str]:
+    """Return the sentence about the numbers with ± in the texts `here` of a table of a YAML file, if there are any."""
+    seeds = name_seeds(table.loc[table["here"].str.contains("±"), "num_seeds"])
+    return [f"A number with ± is mean ± SD over {seeds} seeds."] if seeds else []
+
+
+def describe_sizes(numbers: pd.DataFrame) -> list[str]:
+    """Return one line about the problems of each task, if they are known, and the seeds of each trained model's accuracy.
+
+    Args:
+        numbers: Columns `num_problems` and `num_seeds`, and `task` if there are several ones. A column or level
+            `method` counts by `has_seeds`.
+    """
+    numbers = numbers.reset_index().dropna(subset=["num_problems"])
+    if numbers.empty:
+        return []
+    if "task" not in numbers:
+        numbers["task"] = ""
+    sizes = []
+    for task, own in numbers.groupby("task", sort=False, observed=True):
+        problems = " or ".join(f"{n:,.0f}" for n in sorted({*own["num_problems"]}))
+        sizes.append(f"{task} {problems}".strip())
+    if "method" in numbers:
+        numbers = numbers[has_seeds(numbers["method"])]
+    seeds = name_seeds(numbers["num_seeds"])
+    text = f"Problems: {', '.join(sizes)}."
+    if seeds:
+        text += f" Seeds: {seeds}."
+    return [text]

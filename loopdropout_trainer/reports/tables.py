@@ -25,7 +25,6 @@ from loopdropout_trainer.reports.comparing import PAIRED_SEEDS, have_same_proble
 from loopdropout_trainer.reports.frames import (
     average,
     find_baseline,
-    has_seeds,
     is_base_label,
     labelled,
     select,
@@ -401,41 +400,16 @@ def name_seeds(numbers: Iterable[float], separator: str = " or ") -> str:
     return separator.join(f"{number:.0f}" for number in sorted({*pd.Series(numbers, dtype=float).dropna()}))
 
 
-def describe_means(table: pd.DataFrame) -> list[str]:
-    """Return the sentence about the numbers with ± in the texts `here` of a table of a YAML file, if there are any."""
-    seeds = name_seeds(table.loc[table["here"].str.contains("±"), "num_seeds"])
-    return [f"A number with ± is mean ± SD over {seeds} seeds."] if seeds else []
-
-
-def describe_sizes(numbers: pd.DataFrame) -> list[str]:
-    """Return one line about the problems of each task, if they are known, and the seeds of each accuracy.
-
-    Args:
-        numbers: Columns `num_problems` and `num_seeds`, and `task` if there are several ones. A column or level
-            `method` counts by `has_seeds`.
-    """
-    numbers = numbers.reset_index().dropna(subset=["num_problems"])
-    if "method" in numbers:
-        numbers = numbers[has_seeds(numbers["method"])]
-    if numbers.empty:
-        return []
-    if "task" not in numbers:
-        numbers["task"] = ""
-    sizes = []
-    for task, own in numbers.groupby("task", sort=False, observed=True):
-        problems = " or ".join(f"{n:,.0f}" for n in sorted({*own["num_problems"]}))
-        sizes.append(f"{task} {problems}".strip())
-    seeds = name_seeds(numbers["num_seeds"])
-    text = f"Problems: {', '.join(sizes)}."
-    if seeds:
-        text += f" Seeds: {seeds}."
-    return [text]
-
-
 def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decimals: int) -> pd.DataFrame:
-    """Return numbers as texts: mean ± SD over seeds, the difference to LoRA, its p-value, and different numbers of seeds."""
+    """Return numbers as texts: mean ± SD over seeds, the difference to LoRA, its p-value, and different numbers of seeds.
+
+    Different numbers of problems of one task have the column `n`.
+    """
     means = zip(numbers["mean"], numbers["sd"], strict=True)
-    texts = {title: [format_mean(mean, sd, decimals) for mean, sd in means]}
+    texts = {}
+    if "num_problems" in numbers and numbers.groupby("task", observed=True)["num_problems"].nunique().gt(1).any():
+        texts["n"] = numbers["num_problems"].map("{:.0f}".format)
+    texts[title] = [format_mean(mean, sd, decimals) for mean, sd in means]
     gains = []
     for row in numbers[[*Gain.__annotations__]].itertuples(index=False):
         gains.append(Gain(*row).text(gain_decimals))

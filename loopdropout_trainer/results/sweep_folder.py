@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from loopdropout_trainer.errors import join_command
 from loopdropout_trainer.files import lock_file, read_json_object, write_file
 from loopdropout_trainer.results.run_files import has_trained
 
@@ -201,4 +202,5 @@ def describe_interruption(folder: str | Path) -> str:
         return progress
     if not read_summary(folder).get("trainings"):  # it was stopped before its first line
         return "interrupted."
-    return f"All runs of the sweep in {folder} are finished. Print the results with `loopdropout report {folder}`."
+    command = join_command("report", folder)
+    return f"All runs of the sweep in {folder} are finished. Print the results with `{command}`."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 
-from loopdropout_trainer.errors import UserError, first_line, hide_secrets, is_unreachable
+from loopdropout_trainer.errors import UserError, first_line, hide_secrets, is_unreachable, join_command
 from loopdropout_trainer.files import TEMPORARY_FILES
 
 
@@ -32,12 +31,12 @@ def find_repository(args: TrainingArguments) -> str:
 
 def find_command(folder: str | Path, repo_id: str, revision: str | None = None, private: bool | None = None) -> str:
     """Return the command that pushes a saved adapter. The arguments are those of `push_adapter`."""
-    words = ["loopdropout", "push", str(folder), "--hub_model_id", repo_id]
+    words = ["push", str(folder), "--hub_model_id", repo_id]
     if revision is not None:
         words += ["--hub_revision", revision]
     if private is not None:
         words += ["--hub_private_repo", str(private).lower()]
-    return shlex.join(words)
+    return join_command(*words)
 
 
 @contextmanager

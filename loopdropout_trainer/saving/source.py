@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.errors import UserError, as_path, check_name, choose_advice, count
+from loopdropout_trainer.errors import UserError, as_path, check_name, choose_advice, count, join_command
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path, read_json_object
 from loopdropout_trainer.memory import read_depth
 from loopdropout_trainer.results.run_files import (
@@ -231,7 +231,7 @@ def _refusal(kind: Kind, name: str, folder: Path) -> str:
         runs = list_runs(folder)
         return (
             f"{name} is a sweep of {count(len(runs), 'run')}. Name one of them, such as {runs[0]}. Whole sweeps are read by "
-            f"`loopdropout report {name}` and `loopdropout diagnose {name}`."
+            f"`{join_command('report', name)}` and `{join_command('diagnose', name)}`."
         )
     if kind == "adapter":
         return (

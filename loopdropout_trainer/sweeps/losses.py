@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from loopdropout_trainer.errors import join_command
 from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
@@ -48,7 +49,7 @@ def print_means(sweep: Path, folders: list[str], has_own_reductions: bool) -> No
     print(f"\nAll results are in {DIAGNOSTICS_FOLDER}/results.jsonl of each run.")
     if groups and has_own_reductions:
         print(
-            f"`loopdropout report {sweep}` shows the loss reductions that the trainings themselves measured instead."
+            f"`{join_command('report', sweep)}` shows the loss reductions that the trainings themselves measured instead."
         )
     elif groups or losses:
-        print(f"\nNext:\n  loopdropout report {sweep}   # these tables as files, next to costs and accuracies")
+        print(f"\nNext:\n  {join_command('report', sweep)}   # these tables as files, next to costs and accuracies")

@@ -10,7 +10,7 @@ from typing import Any
 from loopdropout_trainer.costs.evaluations import HOW_TO_TIME, add_answers, count_answers
 from loopdropout_trainer.costs.paper import describe_paper_costs
 from loopdropout_trainer.costs.trainings import Training, describe_costs, find_obstacle
-from loopdropout_trainer.errors import count
+from loopdropout_trainer.errors import count, join_command
 from loopdropout_trainer.jobs.plan import (
     describe_early_stop,
     describe_length,
@@ -54,7 +54,7 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
             print(titled(title, text.splitlines(), width=16))
     if command is not None:
         print(f"\nNext:\n  {_complete_command(sweep, command)}")
-        print(f"  loopdropout report {sweep.output_dir}   # after the sweep")
+        print(f"  {join_command('report', sweep.output_dir)}   # after the sweep")
 
 
 def _complete_command(sweep: Any, command: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from loopdropout_trainer.errors import join_command
 from loopdropout_trainer.reports.final_results import final_results
 from loopdropout_trainer.reports.frames import has_seeds, load_results
 from loopdropout_trainer.reports.printing import print_table
@@ -62,10 +62,10 @@ def print_summary(sweep: Any) -> None:
     if len(sweep.seeds) == 1 and len(sweep.recipes) > 1:
         print("With one seed, the spread over seeds is not known, so the order of the methods can be chance.")
     update_summary(sweep.output_dir, accuracy=table.reset_index().to_dict("records"))
-    print(f"\nNext:\n  loopdropout report {sweep.output_dir}   # tables of losses, accuracies and costs")
+    print(f"\nNext:\n  {join_command('report', sweep.output_dir)}   # tables of losses, accuracies and costs")
     run = find_best_run(sweep)
     if run is not None:
-        command = shlex.join(["loopdropout", "chat", str(sweep.folder(run))])
+        command = join_command("chat", sweep.folder(run))
         print(f"  {command}   # ask the best adapter of seed {run.seed}: {sweep.describe_score(run)}")
 
 

@@ -1,5 +1,6 @@
 """User errors: the messages that scripts print, and the exit codes."""
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from safetensors import SafetensorError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from helpers.errors import user_error
+from helpers.files import ROOT
 from helpers.tokenizer import make_tokenizer
-from loopdropout_trainer.errors import UserError, closest_match, hide_secrets, run_script, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, hide_secrets, join_command, run_script, short_repr
 from loopdropout_trainer.evaluation.loading import load_benchmarks
 from loopdropout_trainer.evaluation.sandbox import check_allowed
 from loopdropout_trainer.gates import make_rule
@@ -34,6 +36,21 @@ ENDINGS = [
 
 def raise_(error):
     raise error
+
+
+def test_commands_in_messages_have_quotes():
+    """A folder may have a space. So no text has a command with a folder that `join_command` has not quoted."""
+    assert join_command("report", Path("my runs"), "--checkpoints", "true") == (
+        "loopdropout report 'my runs' --checkpoints true"
+    )
+    texts = {
+        path: path.read_text()
+        for place in (ROOT / "loopdropout_trainer", ROOT / "recipes")
+        for path in place.rglob("*.py")
+    }
+    assert len(texts) > 100
+    pattern = re.compile(r"loopdropout (?!recipes)[a-z]+ [^`\n]*\{")
+    assert {path: pattern.findall(text) for path, text in texts.items() if pattern.search(text)} == {}
 
 
 def test_long_name_is_one_line(monkeypatch, capsys, tmp_path):

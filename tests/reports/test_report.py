@@ -440,8 +440,11 @@ def test_select_defaults_to_trained_depth_and_gates(tmp_path):
 
 
 def test_load_results_joins_evaluation_and_training(tmp_path):
-    with user_error("There are no results below"):
+    with user_error("There are no results below .* Train or evaluate first"):
         frames.load_results(tmp_path)
+    with user_error(f"in the folder of its run: `loopdropout report {tmp_path} --checkpoints true`"):
+        (tmp_path / "checkpoint-2").mkdir()
+        frames.load_results(tmp_path / "checkpoint-2")
     training, evaluation = tmp_path / "s/lora/lr_0.001/seed_1", tmp_path / "evaluation"
     recipe = {"learning_rate": 0.001, "run_name": "s/lora/lr_0.001/seed_1"}
     write(training, [{"task": "training", "metric": "train_seconds", "value": 9.0}], recipe)
@@ -562,6 +565,19 @@ def test_report_compares_problems_of_a_single_seed(tmp_path):
     assert [*table["minus LoRA"]] == ["", str(found)] and [*table["p"]] == ["", f"{found.p:.3f}"]
     numbers = tables.accuracy_numbers(frames.load_results(tmp_path)).iloc[1]
     assert tuple(numbers[["difference", "low", "high", "p", "test"]]) == (*found[:4], "McNemar over problems")
+
+
+def test_different_numbers_of_problems_have_a_column(tmp_path):
+    """Also if only the base model, which counts for no number of seeds, was measured on fewer."""
+    base = {"method": "base model", "gates": "none", "seed": None, "value": 0.0, "n": 10}
+    write(tmp_path / "LoRA", [{"value": 50.0}, base, {"value": 40.0, "num_loops": 2}])
+    table = accuracy_table(tmp_path)
+    assert [*table.columns] == ["n", "accuracy"] and [*table["n"]] == ["20", "10", "20"]
+    assert saved_tables.describe_sizes(tables.accuracy_numbers(frames.load_results(tmp_path))) == [
+        "Problems: b 10 or 20. Seeds: 1."
+    ]
+    write(tmp_path / "LoRA", [{**base, "n": 20}])
+    assert [*accuracy_table(tmp_path).columns] == ["accuracy"]
 
 
 @pytest.mark.parametrize("seeds", [(1,), (1, 2)])
