@@ -1,0 +1,182 @@
+"""The examples that the rows of one source make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data.caching import examples_key
+from loopdropout_trainer.data.columns import (
+    check_columns,
+    check_one_format,
+    describe_missing_text,
+    describe_turns,
+    warn_about_unused,
+)
+from loopdropout_trainer.data.examples import Examples, LeftOut
+from loopdropout_trainer.data.formats import (
+    TARGETS,
+    check_contents,
+    check_roles,
+    has_text,
+    join_text_parts,
+    to_messages,
+    to_text,
+)
+from loopdropout_trainer.data.holding_out import random_order
+from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, Row, find_columns, keep_all
+from loopdropout_trainer.data.sources import DataSource
+from loopdropout_trainer.errors import UserError, short_repr
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def make_examples(
+    rows: Dataset,
+    data: DataSource,
+    args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    left_out: list[LeftOut],
+    title: str | None = None,
+    source: int = 0,
+    optional: Sequence[str] = (),
+) -> Examples:
+    """Return the examples of the usable rows of a source.
+
+    Args:
+        rows: Rows of the source.
+        data: The source.
+        args: How rows become examples.
+        tokenizer: Tokenizer of the training.
+        left_out: List to which the numbers of rows without an example are added.
+        title: Name of the source in messages, if there are several.
+        source: Number of the source.
+        optional: Columns that all examples get, if other sources have them.
+
+    Raises:
+        UserError: If the rows lack columns, have several formats, or make no example.
+    """
+    columns = _find_used_columns(rows, data, args)
+    row_numbers = np.arange(len(rows))
+    origins = np.stack([np.zeros_like(row_numbers), row_numbers], axis=1)  # [N, 2], as in `Examples`
+    examples = Examples(rows, examples_key(rows, args, tokenizer), [data], origins)
+    # The plan names a single source already.
+    noun = f"examples of {title}" if title else "examples"
+    examples = _leave_out_empty(examples, columns, args, tokenizer.chat_template, left_out, noun)
+    examples = _leave_out_excluded(examples, args, tokenizer, left_out, noun)
+    return examples.replace(
+        _make_example, args=args, source=source, optional=optional, chat_template=tokenizer.chat_template
+    )
+
+
+def _find_used_columns(rows: Dataset, data: DataSource, args: DataArguments) -> Sequence[str]:
+    """Return the columns that examples are made of, by their new names. Raise UserError if the rows lack one of them."""
+    mapping = args.column_mapping or {}
+    columns = find_columns(args, [*rows.column_names, *mapping])
+    template_fields = FIELD.findall(args.template) if args.prompt_template else []
+    is_mixture = len(args.datasets or ()) > 1
+    check_columns(columns, args.formats, mapping, template_fields, rows, data, is_mixture)
+    unused = {*rows.column_names} - {*columns} - {*mapping.values()}
+    warn_about_unused(unused, columns, data)
+    return columns
+
+
+def _leave_out_empty(
+    rows: Examples,
+    columns: Sequence[str],
+    args: DataArguments,
+    chat_template: Any,
+    left_out: list[LeftOut],
+    noun: str,
+) -> Examples:
+    """Leave out the rows of a source without text to train on.
+
+    Raises:
+        UserError: If no row has such a text, or if rows without it have the columns of another format.
+    """
+    data = rows.sources[0]
+    reason = f"they have no text to train on ({describe_missing_text(columns)})"
+    without_text: list[LeftOut] = []
+    kept = rows.keep(_has_texts, without_text, noun, reason, args=args, columns=columns, chat_template=chat_template)
+    if without_text:
+        numbers = np.setdiff1d(rows.origins[:, 1], kept.origins[:, 1]).tolist()
+        # The reason would be wrong for rows of another format, so they are an error before it is given.
+        read_rows = ((number, _read_row(rows.rows[number], args, chat_template)) for number in numbers)
+        check_one_format(f"The data of {data}", read_rows, columns, args.formats, rows.describe_row)
+        first = numbers[0]
+        turns = describe_turns(_read_row(rows.rows[first], args, chat_template), columns)
+        reason += f". The first one is {rows.describe_row(first)}{turns}"
+        left_out.append(without_text[0]._replace(reason=reason))
+    if len(kept.rows):
+        return kept
+    target = columns[-1]
+    found = "no examples"
+    if len(rows.rows):
+        first_row = _read_row(rows.rows[0], args, chat_template)
+        found = short_repr(first_row[target])
+    raise UserError(f"The data of {data} must have an example with text in {target}, got {found}.")
+
+
+def _leave_out_excluded(
+    examples: Examples, args: DataArguments, tokenizer: PreTrainedTokenizerBase, left_out: list[LeftOut], noun: str
+) -> Examples:
+    """Leave out the rows that the preparation excludes. Raise UserError if it excludes all of them."""
+    if PREPARATIONS[args.preparation].keep is keep_all:
+        return examples
+    reason = f"`preparation: {args.preparation}` excludes them"
+    kept = examples.keep(_is_kept, left_out, noun, reason, args=args, tokenizer=tokenizer)
+    if not len(kept.rows):
+        data = examples.sources[0]
+        raise UserError(f"The data of {data} must have examples that `preparation: {args.preparation}` keeps.")
+    return kept
+
+
+def _read_row(row: Row, args: DataArguments, chat_template: Any) -> Row:
+    """Rename columns as `column_mapping` says, and make texts of numbers to train on and of parts that are texts."""
+    renamed = {name: row[column] for name, column in (args.column_mapping or {}).items()}
+    read = {}
+    for name, value in {**row, **renamed}.items():
+        read[name] = join_text_parts(to_text(name, value), chat_template)
+    return read
+
+
+def _has_texts(row: Row, args: DataArguments, columns: Sequence[str], chat_template: Any) -> bool:
+    """Return whether a row has all columns, and text in those to train on. Raise UserError for wrong turns."""
+    row = _read_row(row, args, chat_template)
+    # A mistake in the turns of any column is an error, also if the row has no text in another one.
+    for name in columns:
+        turns = to_messages(row[name])
+        check_roles(turns, chat_template)
+        check_contents(turns, chat_template)
+    for name in columns:
+        if row[name] is None:
+            return False
+        if name in TARGETS and not has_text(name, row[name]):
+            return False
+    return True
+
+
+def _is_kept(row: Row, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> bool:
+    row = _read_row(row, args, tokenizer.chat_template)
+    return PREPARATIONS[args.preparation].keep(row, args, tokenizer)
+
+
+def _make_example(row: Row, args: DataArguments, source: int, optional: Sequence[str], chat_template: Any) -> Row:
+    """Return the example of a row, with the columns that only this package reads (`OWN_COLUMNS`)."""
+    row = {**dict.fromkeys(optional), **_read_row(row, args, chat_template)}
+    identity, example = PREPARATIONS[args.preparation].make_example(row, args)
+    content = json.dumps(example, sort_keys=True, default=str)
+    own = {
+        "order": random_order(identity, args.split_seed),
+        "content": random_order(content, seed=0),
+        "is_one_text": args.target_prefix != "",
+        "source": source,
+    }
+    return {**example, **own}
