@@ -60,7 +60,7 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
     if callbacks is not None and not isinstance(callbacks, list | tuple):
         raise UserError(f"`callbacks` must be a list of callbacks, got {short_repr(callbacks)}.")
     for callback in callbacks or ():
-        if not hasattr(callback, "on_train_begin"):
+        if not is_callback(callback):
             raise UserError(f"`callbacks` must be a list of `TrainerCallback`s, got {short_repr(callback)} in it.")
     for name in _FUNCTIONS:
         value = arguments.get(name)
@@ -71,6 +71,11 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
         raise UserError(f"`ref_model` must be a model or its name, got {short_repr(reference)}.")
     check_tokenizer(arguments["processing_class"])
     _check_optimizers(arguments.get("optimizers"))
+
+
+def is_callback(callback: Any) -> bool:
+    """Return whether a value is a callback of transformers, or its class."""
+    return hasattr(callback, "on_train_begin")
 
 
 def _check_optimizers(optimizers: Any) -> None:

@@ -119,15 +119,36 @@ def changed_field(args: TrainingArguments, made_with: Mapping[str, Any], name: s
     )
 
 
-def check_attribute(trainer: Any, name: str) -> None:
-    """Raise UserError if a program sets a field of the arguments on a trainer of this package, where it has no effect.
+def check_attribute(trainer: Any, name: str, value: Any) -> None:
+    """Raise UserError if a program sets an attribute of a trainer of this package, and the training cannot use it.
 
-    A subclass of the user may have such an attribute of its own.
+    Args:
+        trainer: Trainer that is made. A subclass of the user may have attributes of its own.
+        name: Name of the attribute. A field of the arguments has no effect on the trainer.
+        value: Its new value. Training examples must be prepared.
     """
-    is_packaged = type(trainer).__module__.startswith("loopdropout_trainer.")
-    if not is_packaged or name not in (*_OFTEN_SET, *_READ_ONCE):
+    if not type(trainer).__module__.startswith("loopdropout_trainer."):
         return
-    if not hasattr(trainer, name):  # else the libraries read it
+    own = getattr(type(trainer), name, None)
+    is_read = hasattr(trainer, name) and not (isinstance(own, property) and own.fset is None)
+    if name in (*_OFTEN_SET, *_READ_ONCE) and not is_read:
         raise UserError(
             f"`{name}` must be set on the arguments, by `trainer.args.{name} = ...`, and not on the trainer."
+        )
+    if name == "train_dataset":
+        _check_prepared(trainer.train_dataset, value)
+
+
+def _check_prepared(before: Any, now: Any) -> None:
+    """Raise UserError if training examples lack the tokens that those of the trainer have."""
+    columns = getattr(now, "column_names", None)
+    if columns is None:  # not a dataset of `datasets`, or a stream whose columns are not known
+        return
+    tokens = [
+        name for name in getattr(before, "column_names", None) or () if name.endswith("_ids") or name == "labels"
+    ]
+    if not set(tokens).issubset(columns):
+        raise UserError(
+            f"`train_dataset` must have the columns {', '.join(tokens)} of prepared examples if it is set later, got "
+            f"{', '.join(columns)}. Make a new trainer, which prepares its examples."
         )

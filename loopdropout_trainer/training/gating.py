@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gate_state import BatchOptions
 from loopdropout_trainer.gates import RULES, GateRule
-from loopdropout_trainer.gates.rule import fields_of
+from loopdropout_trainer.gates.rule import fields_of, is_packaged
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
@@ -24,8 +25,9 @@ from loopdropout_trainer.lora import (
     physical_layers,
     trained_lora_parameters,
 )
+from loopdropout_trainer.training.argument_checks import is_callback
 from loopdropout_trainer.training.config import GateConfig
-from loopdropout_trainer.training.distributed import may_skip_loops
+from loopdropout_trainer.training.distributed import float32_adapter, may_skip_loops
 from loopdropout_trainer.training.fixed_fields import (
     RULE_FIELDS,
     changed_field,
@@ -33,6 +35,7 @@ from loopdropout_trainer.training.fixed_fields import (
     copy_fields,
     find_changed,
 )
+from loopdropout_trainer.training.given_data import prepare_given
 from loopdropout_trainer.training.start import find_start
 
 
@@ -65,7 +68,9 @@ class GatingMixin:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._has_read_fields:  # before, the libraries set attributes of their own
-            check_attribute(self, name)
+            check_attribute(self, name, value)
+            if name == "eval_dataset" and value is not None:
+                value = prepare_given(self, name, value)
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -73,7 +78,7 @@ class GatingMixin:
             return super().__repr__()
         name = public_name(self.model.config.name_or_path) or "a model"
         progress = "not trained yet"
-        if self.state.global_step:
+        if self.state.max_steps:  # of a training that has begun
             progress = f"step {self.state.global_step:,} of {self.state.max_steps:,}"
         return f"{type(self).__name__} of {name} with {self.rule}, {progress}"
 
@@ -134,6 +139,8 @@ class GatingMixin:
         self._read_rule()
         _forbid_reentrant_checkpoints(self.args, self.model)
         check_trainable(self.model)
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which keep the weights themselves
+            float32_adapter(self.model, {})  # a program may have called `model.to(torch.bfloat16)`
         depths = self.args.make_depth_sampler().limits(self.num_loops)
         for depth in depths:
             self.rule.check(depth)
@@ -152,6 +159,12 @@ class GatingMixin:
         if self.looped.trained_with.get("training_id") is None:  # else the weights still come from that training
             self.start = find_start(self.model)
             self.looped.trained_with = self.saved_settings()
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Add a callback, as transformers' Trainer does, which fails hours later for another value."""
+        if not is_callback(callback):
+            raise UserError(f"`callback` must be a `TrainerCallback`, got {short_repr(callback)}.")
+        super().add_callback(callback)
 
     def check_surroundings(self) -> None:
         """Raise UserError if `train` runs inside of a block that it would ignore, or in which nothing would train."""
@@ -204,6 +217,7 @@ class GatingMixin:
         """Make a new rule if `p` has changed, and raise UserError if another field has that is not read again."""
         changed = find_changed(self.args, self._made_with)
         if not changed:
+            self._check_own_rule()
             return
         if changed == ["p"]:
             rule = self.args.make_rule()
@@ -211,6 +225,17 @@ class GatingMixin:
                 self._rule, self._made_with["p"] = rule, self.args.p
                 return
         raise changed_field(self.args, self._made_with, changed[-1])
+
+    def _check_own_rule(self) -> None:
+        """Raise UserError if a program has changed a field of the user's rule itself, which the saved settings do not name."""
+        if is_packaged(type(self._rule)):  # whose fields cannot be set
+            return
+        made, now = fields_of(self.args.make_rule()), fields_of(self._rule)
+        if made != now:
+            raise UserError(
+                f"The fields of `trainer.rule` must stay {made['rule_args'] or made['p']}, got "
+                f"{now['rule_args'] or now['p']}. Set a new rule by `trainer.rule = {type(self._rule).__name__}(...)`."
+            )
 
     def check_unchanged(self) -> None:
         """Raise UserError if somebody has changed the rule's fields or the depth since the training began, which read them."""
@@ -256,8 +281,12 @@ class GatingMixin:
 
     @property
     def num_loops(self) -> int:
-        """Recurrence depth K that the model runs at."""
+        """Recurrence depth K that the model runs at. Setting it sets that of the model."""
         return self.looped.num_loops
+
+    @num_loops.setter
+    def num_loops(self, num_loops: int) -> None:
+        self.looped.num_loops = num_loops
 
     @property
     def gate_seed(self) -> int:

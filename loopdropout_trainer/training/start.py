@@ -160,13 +160,19 @@ def describe_what_trains(model: PeftModel, settings: Mapping[str, Any], continue
 
 
 def log_start(model: PeftModel, start: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
-    """Log which of several adapters trains, and that its weights were trained before.
+    """Log which of several adapters trains, that its weights were trained before, and if others than the adapter's train.
 
     Args:
         model: Model with the adapter that is trained.
         start: Settings from `find_start`.
         checkpoint: Checkpoint that the training continues from, or None.
     """
+    outside = [name for name, weight in model.named_parameters() if weight.requires_grad and "lora_" not in name]
+    if outside:
+        logger.warning(
+            f"{count(len(outside), 'weight')} outside of the adapter train, too, such as {outside[0]}, but `save_model` saves "
+            "the adapter only. Freeze them by `requires_grad_(False)`, or save the whole model yourself."
+        )
     adapter = model.active_adapters[0]
     others = [name for name in model.peft_config if name not in (adapter, "ref")]  # TRL adds the reference "ref"
     if others:

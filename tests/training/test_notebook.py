@@ -6,6 +6,7 @@ import re
 import shutil
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModelForCausalLM, get
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
 
 from helpers.errors import user_error
-from helpers.tiny import tiny_ouro, with_adapter
+from helpers.tiny import tiny_ouro, trained_parameters, with_adapter
 from helpers.trainers import assert_same_weights
 from loopdropout_trainer import (
     LoopDropoutConfig,
@@ -36,7 +37,7 @@ from loopdropout_trainer import (
     use_gates,
 )
 from loopdropout_trainer.gate_state import GatedBatch
-from loopdropout_trainer.gates import ExactlyM, make_rule
+from loopdropout_trainer.gates import RULES, ExactlyM, GateRule, make_rule
 from loopdropout_trainer.lora import adapted_layers
 from loopdropout_trainer.settings.arguments import AdapterArguments
 from loopdropout_trainer.settings.recipe import load_recipe
@@ -865,15 +866,21 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
     with user_error(r"`p` must be a number in \[0, 1\), got 2"):
         trainer.p = 2
     assert trainer.p == 0.75
-    for name in ("learning_rate", "max_steps", "max_length", "rule_args"):
+    with user_error("`callback` must be a `TrainerCallback`, got 'x'"):
+        trainer.add_callback("x")
+    for name in ("learning_rate", "max_steps", "max_length", "rule_args", "gate_seed"):
         with user_error(f"`{name}` must be set on the arguments, by `trainer.args.{name} = ...`"):
             setattr(trainer, name, 1)
     trainer.note = "an attribute of the user"
     trainer.rule = ExactlyM(m=1)
+    trainer.num_loops = 3
+    trainer.model.to(torch.bfloat16)
     trainer.train()
+    assert {weight.dtype for weight in trained_parameters(trainer.model).values()} == {torch.float32}
     assert (trainer.last_gates.sampled > 0).sum(dim=0).tolist() == [1] * 4
     facts = trainer.looped.trained_with
     assert (facts["rule"], facts["p"], facts["rule_args"]) == ("exactly_m", None, {"m": 1})
+    assert (facts["num_loops"], len(trainer.last_gates.sampled)) == (3, 3)
     with user_error("`rule` must train the adapter as 'exactly_m' does, .* Make a new trainer"):
         trainer.rule = make_rule("adaptive")
 
@@ -934,3 +941,40 @@ def test_trainer_and_its_arguments_are_short_and_have_no_token(config, make_sft)
     assert trainer.last_gates is None
     trainer.train()
     assert repr(trainer).endswith(", step 1 of 1")
+
+
+def test_data_that_is_set_later_is_prepared_or_named(train, dataset):
+    trainer = train(max_steps=1)
+    first = trainer.evaluate()["eval_loss"]
+    trainer.eval_dataset = dataset.select(range(4))
+    assert trainer.evaluate()["eval_loss"] == first
+    with user_error("`train_dataset` must have the columns input_ids, .* got prompt, completion. Make a new trainer"):
+        trainer.train_dataset = dataset
+    trainer.train_dataset = trainer.train_dataset.select(range(8))
+
+
+def test_changed_field_of_an_own_rule_raises(train):
+    """The saved settings would have the old one."""
+    with patch.dict(RULES):
+
+        @register_rule
+        @dataclasses.dataclass
+        class Halved(GateRule):
+            name = "halved"
+            has_unit_mean = False
+            factor: float = 0.5
+
+            def sample(self, draw):
+                return torch.full((draw.num_loops, 1), self.factor)
+
+        trainer = train(rule="halved", max_steps=1)
+        trainer.rule.factor = 0.25
+        with user_error("`trainer.rule` must stay {'factor': 0.5}, got {'factor': 0.25}. Set a new rule by .*Halved"):
+            trainer.train()
+
+
+def test_base_weights_that_train_are_named(make_sft, log):
+    trainer = make_sft(max_steps=1)
+    trainer.model.get_base_model().lm_head.requires_grad_(True)
+    trainer.train()
+    assert "1 weight outside of the adapter train, too, such as base_model.model.lm_head.weight, but" in log.text
