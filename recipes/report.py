@@ -59,6 +59,7 @@ from loopdropout_trainer.reports.tables import (
     split_reductions,
 )
 from loopdropout_trainer.results.run_files import (
+    RUN_FILE,
     is_of_base,
     is_of_training,
     read_needed_imports,
@@ -282,20 +283,41 @@ def describe_missing_base(results: pd.DataFrame) -> list[str]:
 
 
 def describe_missing_base_loss(results: pd.DataFrame) -> list[str]:
-    """Return a sentence with the command that measures the held-out loss of the base model, if a recipe has left it out.
-
-    `sft` trains a finished run no further, and only measures what is missing. A run in Python, whose examples no recipe has,
-    does not measure the base model either, but its recipe lacks `evaluate_base`.
-    """
+    """Return a sentence about the held-out loss of the base model if no run has measured it, with the way to measure it."""
     losses = results[(results["metric"] == "eval_loss") & (results["task"] == "training")]
-    if is_of_base(losses).any() or "recipe_evaluate_base" not in losses:
+    if is_of_base(losses).any():
         return []
-    unmeasured = losses.loc[losses["recipe_evaluate_base"].eq(False), "run"]
-    for run in unmeasured.unique():
-        if read_yaml_file(recipe_path(run), f"The recipe of {run}").get("command") == "sft":
-            words = ["sft", str(recipe_path(run)), "--evaluate_base", "true", "--output_dir", run]
-            return [f"The held-out loss of the base model is missing. `{complete_command(words, run)}` adds it."]
+    for run in losses["run"].unique():
+        sentence = _describe_base_loss(run)
+        if sentence:
+            return [sentence]
     return []
+
+
+def _describe_base_loss(run: str) -> str:
+    """Return the sentence about the base model's held-out loss for a run that lacks it, or "" if there is no way to it.
+
+    `sft` trains a finished run no further, and only measures what is missing. The recipe of a run in Python, which has no
+    `run.json`, does not have its examples.
+    """
+    path = recipe_path(run)
+    recipe = read_yaml_file(path, f"The recipe of {run}") if path.is_file() else {}
+    starts_from_base = recipe.get("adapter_name_or_path") is None
+    if recipe.get("command") == "dpo":
+        if starts_from_base and recipe.get("loss_type", "sigmoid") in ("sigmoid", ["sigmoid"]):
+            return "The held-out loss of the base model is ln 2 = 0.6931, because DPO compares a model with its base model."
+        return ""
+    if recipe.get("command") != "sft":
+        return ""
+    if recipe.get("evaluate_base") is False:
+        words = ["sft", str(path), "--evaluate_base", "true", "--output_dir", run]
+        return f"The held-out loss of the base model is missing. `{complete_command(words, run)}` adds it."
+    if starts_from_base and not Path(run, RUN_FILE).is_file():
+        return (
+            "The held-out loss of the base model is missing, because a training in Python does not measure it. There, "
+            "`trainer.evaluate()` in front of `trainer.train()` returns it."
+        )
+    return ""
 
 
 def complete_command(words: Sequence[str], run: str) -> str:

@@ -1094,15 +1094,27 @@ def test_report_says_how_to_evaluate_the_base_model(tmp_path, capsys):
 
 
 def test_report_says_how_to_measure_the_loss_of_the_base_model(tmp_path, capsys):
-    """If the recipe has left it out: `sft` measures a finished run further. A recipe of Python does not have the examples."""
+    """If the recipe has left it out: `sft` measures a finished run further. A recipe of Python does not have the examples.
+
+    In DPO it is known: the loss of the base model compares it with itself.
+    """
     run = tmp_path / "run"
     loss = {"task": "training", "metric": "eval_loss", "value": 1.0}
     write(run, [loss], {"command": "sft", "rule": "lora", "evaluate_base": False})
     command = f"`loopdropout sft {run}/recipe.yaml --evaluate_base true --output_dir {run}` adds it."
     assert f"The held-out loss of the base model is missing. {command}" in report_on(run, capsys)[0]
-    for recipe in ({"command": "sft", "rule": "lora"}, {"command": "grpo", "evaluate_base": False}):
+    of_python = {"command": "sft", "rule": "lora"}
+    dpo = {"command": "dpo", "evaluate_base": False, "loss_type": ["sigmoid"]}
+    for recipe, text in ((of_python, "is missing, because a training in Python"), (dpo, "is ln 2 = 0.6931")):
         dump_recipe(recipe, run / "recipe.yaml")
-        assert "is missing" not in report_on(run, capsys)[0]
+        assert f"The held-out loss of the base model {text}" in report_on(run, capsys)[0]
+    others = ({**dpo, "loss_type": "ipo"}, {**dpo, "adapter_name_or_path": "a"}, {**dpo, "command": "grpo"})
+    for recipe in others:
+        dump_recipe(recipe, run / "recipe.yaml")
+        assert "The held-out loss of the base model" not in report_on(run, capsys)[0]
+    dump_recipe(of_python, run / "recipe.yaml")
+    write_run(run)  # of a command, under ZeRO-3
+    assert "is missing" not in report_on(run, capsys)[0]
     base = {"method": "base model", "gates": "none", "seed": None, "step": None}
     write(run, [{**loss, **base}], {"command": "sft", "rule": "lora", "evaluate_base": False})
     assert "is missing" not in report_on(run, capsys)[0]
