@@ -173,6 +173,48 @@ def _raise_timeout(number: int, frame: Any) -> None:
     raise TimeoutError(f"it takes more than {RENDER_SECONDS} seconds")
 
 
+class _EncodingCheck:
+    """Raises UserError for the first byte of a file that is not UTF-8. The file is read in chunks."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self._line = 1
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+
+    def read(self, chunk: bytes) -> None:
+        self._decode(chunk)
+        self._line += chunk.count(b"\n")
+
+    def finish(self) -> None:
+        """Check the bytes at the end of the file, which can be the first ones of a longer character."""
+        self._decode(b"", final=True)
+
+    def _decode(self, chunk: bytes, final: bool = False) -> None:
+        try:
+            self._decoder.decode(chunk, final)
+        except UnicodeDecodeError as error:
+            line = self._line + error.object[: error.start].count(b"\n")
+            wrong = error.object[error.start]
+            source = "from Windows' encoding by `iconv -f CP1252 -t UTF-8 OLD > NEW`"
+            if line == 1 and error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                source = "by `iconv -f UTF-16 -t UTF-8 OLD > NEW`"
+            raise UserError(
+                f"{self._path} must be a text in UTF-8, got the byte {wrong:#x} in line {line:,}. Convert it, for example "
+                f"{source}."
+            ) from None
+
+
+def check_encoding(path: str | Path) -> None:
+    """Raise UserError if a file (also compressed) is not in UTF-8."""
+    import fsspec
+
+    encoding = _EncodingCheck(path)
+    with fsspec.open(str(path), "rb", compression="infer") as file:
+        while chunk := file.read(CHUNK):
+            encoding.read(chunk)
+    encoding.finish()
+
+
 def check_nesting(path: str | Path) -> None:
     """Raise UserError if lists and objects in a JSON file (also compressed) are nested too deeply, or it is not UTF-8.
 
@@ -181,19 +223,11 @@ def check_nesting(path: str | Path) -> None:
     import fsspec
 
     others = bytes(set(range(256)) - set(b'"[]{}'))
-    depth, is_in_text, rest, line = 0, False, b"", 1
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    depth, is_in_text, rest = 0, False, b""
+    encoding = _EncodingCheck(path)
     with fsspec.open(str(path), "rb", compression="infer") as file:
         while chunk := file.read(CHUNK):
-            try:
-                decoder.decode(chunk)
-            except UnicodeDecodeError as error:
-                line += error.object[: error.start].count(b"\n")
-                raise UserError(
-                    f"{path} must be a text in UTF-8, got the byte {error.object[error.start]:#x} in line {line:,}. Convert "
-                    "it, for example from Windows' encoding by `iconv -f CP1252 -t UTF-8 OLD > NEW`."
-                ) from None
-            line += chunk.count(b"\n")
+            encoding.read(chunk)
             chunk, rest = _cut_escape(rest + chunk)
             # Without escaped quotes, each quote begins or ends a text.
             marks = chunk.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, others)
@@ -207,6 +241,7 @@ def check_nesting(path: str | Path) -> None:
                 raise UserError(f"{path} must be JSON of at most {MAX_NESTING} levels of lists and objects, got more.")
             if len(marks):
                 depth, is_in_text = int(depths[-1]), bool(num_quotes[-1] % 2)
+    encoding.finish()
 
 
 def _cut_escape(chunk: bytes) -> tuple[bytes, bytes]:

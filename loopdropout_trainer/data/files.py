@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.caching import digest_files
+from loopdropout_trainer.data.csv_files import check_cells, csv_options
 from loopdropout_trainer.data.sources import DataSource, file_kind
 from loopdropout_trainer.errors import UserError, closest_match, hint_at_login, short_repr
-from loopdropout_trainer.limits import check_nesting
+from loopdropout_trainer.limits import check_encoding, check_nesting
 
 
 if TYPE_CHECKING:
@@ -46,8 +48,8 @@ def load_rows(source: DataSource) -> Dataset:
                 "another one. Give each file an item of `datasets` instead, such as `- path: a.jsonl`."
             ) from None
         reason = str(error.__cause__ or error)
-        if not reason:
-            empty = [file for file in source.files if Path(file).is_file() and not Path(file).stat().st_size]
+        empty = [file for file in source.files if Path(file).is_file() and not Path(file).stat().st_size]
+        if empty or not reason:
             raise UserError(f"{', '.join(empty) or source} is empty.") from None
         raise UserError(f"{source} cannot be loaded: {reason}{hint_at_login(error)}") from None
     if source.columns is None:
@@ -137,32 +139,43 @@ def _read_local(builder: DatasetBuilder, *names: str | None, **options: Any) -> 
     files = sorted(file for split in builder.config.data_files.values() for file in split)
     local_files = [file for file in files if Path(file).is_file()]  # the others are addresses
     if builder.name == "csv":
-        options |= _csv_options(files[0])
+        for file in local_files:
+            check_encoding(file)
     cache = Path(config.HF_DATASETS_CACHE, f"contents-{digest_files(local_files)}")
     if builder.name == "json":
         for file in local_files:
             check_nesting(file)
     try:
+        if builder.name == "csv":
+            options |= csv_options(files[0])
         num_bytes = sum(Path(file).stat().st_size for file in local_files)
         if len(local_files) < len(files):
             num_bytes = math.inf  # the size of the others is unknown
         with hide_short_bars(num_bytes=num_bytes), _hide_reports():
             return load_dataset(*names, cache_dir=str(cache), **options)
     except (ValueError, DatasetsError):
+        if builder.name == "csv":
+            for file in local_files:
+                check_cells(file, options.get("sep", ","))
         _check_lines(local_files)
         raise
 
 
 @contextmanager
 def _hide_reports() -> Iterator[None]:
-    """Hide the line in which `datasets` reports a broken JSON file before its exception, which says the same."""
-    reporter = logging.getLogger("datasets.packaged_modules.json.json")
-    was_disabled = reporter.disabled
-    reporter.disabled = True
+    """Hide the line in which `datasets` reports a broken file before its exception, which says the same."""
+    reporters = [logging.getLogger(f"datasets.packaged_modules.{kind}.{kind}") for kind in ("json", "csv")]
+    were_disabled = [reporter.disabled for reporter in reporters]
+    for reporter in reporters:
+        reporter.disabled = True
     try:
-        yield
+        with warnings.catch_warnings():
+            # Of empty cells behind the last column. `csv_options` checks that they are empty.
+            warnings.filterwarnings("ignore", message="Length of header or names does not match")
+            yield
     finally:
-        reporter.disabled = was_disabled
+        for reporter, was_disabled in zip(reporters, were_disabled, strict=True):
+            reporter.disabled = was_disabled
 
 
 def _check_lines(files: Iterable[str]) -> None:
@@ -185,20 +198,3 @@ def _check_lines(files: Iterable[str]) -> None:
                     raise UserError(
                         f'Line {number:,} of {file} must be an object such as {{"messages": [...]}}, got {short_repr(row)}.'
                     )
-
-
-def _csv_options(file: str) -> dict[str, Any]:
-    """Return the options of `load_dataset` that make all cells texts, also numbers and the word "None".
-
-    Spreadsheets of many countries divide cells by semicolons, because their numbers have commas.
-    """
-    import pandas as pd
-    from datasets import Features, Value
-
-    options: dict[str, Any] = {}
-    columns = pd.read_csv(file, nrows=0).columns
-    for separator in (";", "\t"):
-        if len(columns) == 1 and separator in columns[0]:
-            options["sep"] = separator
-            columns = pd.read_csv(file, nrows=0, sep=separator).columns
-    return {**options, "features": Features(dict.fromkeys(columns, Value("string"))), "keep_default_na": False}

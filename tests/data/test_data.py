@@ -666,6 +666,32 @@ def test_bars_that_a_user_hides_stay_hidden(load, tokenizer):
     assert not are_progress_bars_disabled()
 
 
+WRONG_CSV = {
+    "prompt,completion\na, b,c\n1,2\n": "Line 2 of .* has 3 cells, and the header has 2. Put each text with separators",
+    "prompt,completion\n1,2\na,b,c\n": "Line 3 of .* has 3 cells, and the header has 2",
+    'prompt;completion\n"1\n2";a\na;"b\nc;d\n': "The row in line 4 of .* is not CSV: unexpected end of data",
+    "": "rows.csv is empty",
+}
+
+
+def test_wrong_csv_files_name_the_line(tmp_path, tokenizer):
+    for text, message in WRONG_CSV.items():
+        (tmp_path / "rows.csv").write_text(text)
+        with user_error(message):
+            load_datasets(DataArguments(train_files=[str(tmp_path / "rows.csv")]), tokenizer)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_csv_files_of_spreadsheets(tmp_path, tokenizer, separator, recwarn):
+    """With a mark of UTF-8, quotes over lines, and an empty cell at the end of each row."""
+    rows = [["prompt", "completion"], ['"1\n""2"""', '"a, b; c"', ""], ["3", "4" * 140_000, ""]]
+    text = "".join(separator.join(row) + "\n" for row in rows)
+    (tmp_path / "rows.csv").write_text(text, encoding="utf-8-sig")
+    data = load_datasets(DataArguments(train_files=[str(tmp_path / "rows.csv")]), tokenizer)["train"]
+    assert [(row["prompt"], row["completion"]) for row in data] == [('1\n"2"', "a, b; c"), ("3", "4" * 140_000)]
+    assert not [warning for warning in recwarn if "Length of header" in str(warning.message)]
+
+
 def test_chat_in_a_csv_cell_names_the_fix():
     with user_error(
         "`messages` must be a list of turns .* Parse the text by `json.loads`, and save the rows as JSON Lines."

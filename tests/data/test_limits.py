@@ -196,11 +196,13 @@ def test_brackets_in_texts_are_not_levels(tmp_path, monkeypatch, size):
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_files_in_other_encodings_are_one_sentence(tmp_path, encoding):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes('{"text": "a"}\n{"text": "Ü"}\n'.encode(encoding))
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", '{"text": "a"}\n{"text": "Ü"}\n'), ("a.csv", "text\nÜ")])
+def test_files_in_other_encodings_are_one_sentence(tmp_path, encoding, name, text):
+    path = tmp_path / name
+    path.write_bytes(text.encode(encoding))
+    source = {"utf-16": "UTF-16"}.get(encoding, "CP1252")
     with user_error(
-        f"{path} must be a text in UTF-8, got the byte 0x(dc in line 2|ff in line 1). Convert it, .* `iconv "
+        f"{path} must be a text in UTF-8, got the byte 0x(dc in line 2|ff in line 1). Convert it, .* `iconv -f {source} "
     ):
         load_datasets(DataArguments(train_files=[str(path)]), load_tokenizer(TINY_OURO_PATH))
 
