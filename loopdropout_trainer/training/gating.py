@@ -227,9 +227,15 @@ class GatingMixin:
         raise changed_field(self.args, self._made_with, changed[-1])
 
     def _check_own_rule(self) -> None:
-        """Raise UserError if a program has changed a field of the user's rule itself, which the saved settings do not name."""
-        if is_packaged(type(self._rule)):  # whose fields cannot be set
+        """Raise UserError if a user's rule is not the one that the saved settings name, which has other fields or new code."""
+        registered = RULES.get(self._rule.name)
+        if registered is None or is_packaged(type(self._rule)):  # whose fields cannot be set
             return
+        if not isinstance(self._rule, registered):  # as when a notebook cell runs again
+            raise UserError(
+                f"The rule {self._rule.name!r} was registered again after this trainer was made, which has the former one. "
+                f"Make a new trainer, or set it by `trainer.rule = {registered.__name__}(...)`."
+            )
         made, now = fields_of(self.args.make_rule()), fields_of(self._rule)
         if made != now:
             raise UserError(

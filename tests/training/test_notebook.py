@@ -954,10 +954,9 @@ def test_data_that_is_set_later_is_prepared_or_named(train, dataset):
 
 
 def test_changed_field_of_an_own_rule_raises(train):
-    """The saved settings would have the old one."""
+    """The saved settings would have the old one. So does a rule whose cell runs again, since the trainer has the former."""
     with patch.dict(RULES):
 
-        @register_rule
         @dataclasses.dataclass
         class Halved(GateRule):
             name = "halved"
@@ -967,10 +966,16 @@ def test_changed_field_of_an_own_rule_raises(train):
             def sample(self, draw):
                 return torch.full((draw.num_loops, 1), self.factor)
 
+        register_rule(Halved)
         trainer = train(rule="halved", max_steps=1)
         trainer.rule.factor = 0.25
         with user_error("`trainer.rule` must stay {'factor': 0.5}, got {'factor': 0.25}. Set a new rule by .*Halved"):
             trainer.train()
+        edited = register_rule(dataclasses.make_dataclass("Edited", [], bases=(Halved,), namespace={"name": "halved"}))
+        with user_error("'halved' was registered again after this trainer was made, .*`trainer.rule = Edited"):
+            trainer.train()
+        trainer.rule = edited()
+        trainer.train()
 
 
 def test_base_weights_that_train_are_named(make_sft, log):
