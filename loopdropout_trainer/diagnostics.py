@@ -62,13 +62,17 @@ def reference_examples(task: Task, num_examples: int | None = 500) -> list[dict[
     """Return the prompts of a task with their reference solutions, as examples with `prompt` and `completion`.
 
     Args:
-        task: Task of lm-eval whose problems have a text column `solution` or `answer`.
+        task: Task of lm-eval whose problems have a text column `solution` or `answer`, or a text as the target.
         num_examples: Maximum number of examples. The default is the paper's. None: all.
     """
     problems = list(islice(getattr(task, "eval_docs", ()), num_examples))
     solutions = [problem.get("solution", problem.get("answer")) for problem in problems]
+    if problems and solutions[0] is None:  # as in `own_benchmarks` with a target of other columns
+        solutions = [task.doc_to_target(problem) for problem in problems]
+        if isinstance(solutions[0], str):
+            solutions = [solution.strip() for solution in solutions]
     if not problems or not isinstance(solutions[0], str):
-        raise UserError("The diagnosed task must have a text column `solution` or `answer`.")
+        raise UserError("The diagnosed task must have a text column `solution` or `answer`, or a text as the target.")
     examples = []
     for problem, solution in zip(problems, solutions, strict=True):
         completion = f" {remove_calculations(solution)}"

@@ -34,6 +34,8 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopdropout_trainer.data import SFTDataArguments, load_datasets
+from loopdropout_trainer.data.arguments import has_held_out
+from loopdropout_trainer.data.sources import read_sources
 from loopdropout_trainer.diagnostics import (
     Batch,
     check_curvature,
@@ -55,7 +57,6 @@ from loopdropout_trainer.results.run_files import (
     DEVELOPMENT,
     DIAGNOSTICS_FOLDER,
     measurement_folder,
-    read_run,
     write_results,
 )
 from loopdropout_trainer.results.sweep_folder import list_runs
@@ -243,7 +244,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
         sweep: Folder of the sweep.
         options: Command line without the folder.
     """
-    from loopdropout_trainer.sweeps.losses import find_own_reductions, print_means
+    from loopdropout_trainer.sweeps.losses import find_missing, find_own_reductions, print_means
 
     check_sweep_options(options)
     reasons = {run: find_missing(run) for run in list_runs(sweep)}  # why a run is skipped, or None
@@ -281,19 +282,6 @@ def check_sweep_options(options: list[str]) -> None:
     for name in ("output_dir", "adapters"):
         if any(word.split("=")[0] == f"--{name}" for word in options):
             raise UserError(f"`{name}` must be left out for a sweep, because each run has results of its own.")
-
-
-def find_missing(run: Path) -> str | None:
-    """Return why a run of a sweep has no trained adapter, as the end of a sentence, or None."""
-    status = read_run(run).get("status")
-    if status == "non-finite":
-        return "its training stopped at a gradient or a weight that was not finite"
-    if status is None:
-        return "its training has not begun, or has failed"
-    source = find_source(run, accept=ALL_KINDS)
-    if source.is_adapter:
-        return None
-    return f"it has no adapter, and its training has the status {status!r}"
 
 
 def measure(
@@ -369,9 +357,15 @@ def check_data(args: DiagnoseArguments, sources: list[Source], settings: dict[st
     for source in sources:
         if not source.recipe:
             continue
-        difference = compare_recipes(source.recipe, settings, fields=SFTDataArguments.__dataclass_fields__)
+        fields = [*SFTDataArguments.__dataclass_fields__]
+        if not has_held_out(source.recipe):
+            fields.remove("eval_files")  # the only examples that the training has not seen
+        difference = compare_recipes(source.recipe, settings, fields=fields)
         if difference:
-            raise UserError(f"The recipe must have the data of the adapter in {source.name}, but {difference}.")
+            raise UserError(
+                f"The recipe must have the data of the adapter in {source.name}, but {difference}. To score other examples, "
+                "describe them in `own_benchmarks` and name them in `task`."
+            )
 
 
 class DiagnosedData:
@@ -412,11 +406,13 @@ class DiagnosedData:
         if args.task != DEVELOPMENT:
             (task,) = load_benchmarks([args.task], args.own_benchmarks, args.benchmark_revisions)
             return reference_examples(task, args.num_examples)
+        if self.data_args.preparation is None and not read_sources(vars(self.data_args)):
+            raise UserError("`task` must be set, or a recipe given with held-out examples, because no data is named.")
         with PartialState().main_process_first():
             losses = args.completion_only_loss, args.assistant_only_loss
             examples = load_datasets(self.data_args, tokenizer, args.max_length, *losses).get("eval")
         if examples is None:
-            raise UserError("`num_eval_examples`, `eval_files` or `task` must be set, because no example is held out.")
+            raise UserError("`eval_files` or `task` must be set, because no example is held out.")
         return examples
 
 

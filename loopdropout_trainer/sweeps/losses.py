@@ -1,4 +1,4 @@
-"""The losses of a sweep: those by `diagnose` as means over seeds, and those that the trainings measured themselves."""
+"""The losses of a sweep: its adapters, means of `diagnose` over seeds, and losses that the trainings measured themselves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,22 @@ from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
 from loopdropout_trainer.reports.printing import print_table
 from loopdropout_trainer.reports.tables import split_reductions
-from loopdropout_trainer.results.run_files import DIAGNOSTICS_FOLDER, is_of_base, read_results
+from loopdropout_trainer.results.run_files import DIAGNOSTICS_FOLDER, is_of_base, read_results, read_run
+from loopdropout_trainer.saving.facts import ALL_KINDS
+from loopdropout_trainer.saving.source import find_source
+
+
+def find_missing(run: Path) -> str | None:
+    """Return why a run of a sweep has no trained adapter, as the end of a sentence, or None."""
+    status = read_run(run).get("status")
+    if status == "non-finite":
+        return "its training stopped at a gradient or a weight that was not finite"
+    if status is None:
+        return "its training has not begun, or has failed"
+    source = find_source(run, accept=ALL_KINDS)
+    if source.is_adapter:
+        return None
+    return f"it has no adapter, and its training has the status {status!r}"
 
 
 def find_own_reductions(sweep: Path, task: str) -> set[str]:

@@ -167,8 +167,14 @@ def test_reference_examples_of_a_task():
     first, _ = diagnostics.reference_examples(task, 2)
     assert first["prompt"].startswith("Question: Janet") and first["prompt"].endswith("?\nAnswer:")
     assert first["completion"].startswith(" ") and "<<" not in first["completion"]
-    with user_error("text column `solution` or `answer`"):
+    with user_error("text column `solution` or `answer`, or a text as the target"):
         diagnostics.reference_examples(None)
+
+
+def test_own_task_is_diagnosed_by_its_target(tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"ask": "2 + 3 =", "sum": " 5"}\n')
+    task = own_benchmark("mine", str(tmp_path / "mine.jsonl"), prompt="{ask}", target="{sum}", scorer="exact_match")
+    assert diagnostics.reference_examples(task) == [{"prompt": "2 + 3 =", "completion": " 5"}]
 
 
 @pytest.fixture(scope="module")
@@ -533,6 +539,28 @@ def test_diagnose_explains_mistakes(saved, tmp_path):
         with user_error(message):
             diagnose(saved, tmp_path, *words.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_eval_files_are_for_trainings_without_held_out_examples(saved, tmp_path, capsys):
+    """Others have held-out examples, next to which own examples are those of an own task."""
+    script, run = load_script("recipes/diagnose.py"), tmp_path / "run"
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("train", "held_out")}
+    for name, path in files.items():
+        path.write_text("".join(f'{{"prompt": "{name} {n} =", "completion": " {n}"}}\n' for n in range(3)))
+    shutil.copytree(saved / "lora", run)
+    recipe = f"dtype: float32\nbf16: false\nuse_cpu: true\ntrain_files: [{files['train']}]\n"
+    (run / "recipe.yaml").write_text(recipe)
+    words = [str(run), "--dry_run", "true", "--model_name_or_path", str(saved / "base")]
+    with user_error("`eval_files` or `task` must be set, because no example is held out"):
+        script.main(words)
+    script.main([*words, "--eval_files", str(files["held_out"])])
+    assert "adapter, 3 examples: single_loop" in capsys.readouterr().out
+    (run / "recipe.yaml").write_text(f"{recipe}num_eval_examples: 1\n")
+    changed = ["--num_eval_examples", "null", "--eval_files", str(files["held_out"])]
+    with user_error("changed from .* describe them in `own_benchmarks` and name them in `task`"):
+        script.main([*words, *changed])
+    with user_error("`task` must be set, or a recipe given with held-out examples"):
+        script.main([str(saved / "base"), *words[1:]])
 
 
 @pytest.mark.slow
