@@ -353,10 +353,10 @@ class Job:
         if not trainer.is_world_process_zero():
             return
         card = read_card_fields(folder)
-        write_model_card(folder, trainer.model, **card)
+        write_model_card(folder, trainer.model, card)
         if run.script_args.merge:
             merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card)
-        finish_run(trainer, card["results"])
+        finish_run(trainer, card.results)
         if trainer.args.push_to_hub:  # the training has pushed the adapter without its measurements
             name, args = trainer.hub_model_id, trainer.args
             command = find_command(folder, name, args.hub_revision, args.hub_private_repo)

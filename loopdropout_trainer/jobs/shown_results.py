@@ -25,7 +25,7 @@ def show_results(runs: Sequence[Run]) -> None:
     The methods are in the order of reports. Figures need plotnine.
     """
     folders = [run.args.output_dir for run in runs]
-    rows = pd.DataFrame([row for folder in folders for row in read_card_fields(folder)["results"]])
+    rows = pd.DataFrame([row for folder in folders for row in read_card_fields(folder).results])
     places = order_labels(rows.assign(label=rows["method"], run=None, variant=None))
     rows = rows.sort_values("method", key=lambda methods: methods.map(places), kind="stable")
     training = rows.query("task == 'training'")

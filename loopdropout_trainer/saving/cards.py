@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from peft import PeftModel
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from loopdropout_trainer.data.sources import describe_data, read_sources
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, public_name, read_text
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
@@ -41,29 +44,13 @@ from loopdropout_trainer.saving.hub import is_hub_name
 CARD_FILE = "README.md"
 
 
-def write_model_card(
-    folder: str | Path,
-    model: PeftModel,
-    *,
-    title: str | None = None,
-    repo_id: str | None = None,
-    revision: str | None = None,
-    dataset: str | Sequence[str] | None = None,
-    data_description: str | None = None,
-    recipe: str | None = None,
-    program: str | None = None,
-    results: Iterable[Mapping[str, Any]] = (),
-    kept_checkpoint: str | None = None,
-    tags: str | Iterable[str] = (),
-    merged: bool = False,
-    scale: float = 1.0,
-) -> Path:
-    """Write the model card of an adapter or of a merged model.
+@dataclass(frozen=True)
+class CardFields:
+    """Fields of a model card that the model with its adapter does not tell.
 
-    Args:
-        folder: Folder of the card. The folder of a merged model already holds the model.
-        model: Model with the adapter.
+    Attributes:
         title: Title of the card. Default: `repo_id`, or the name of the folder.
+        tags: Further tags of the card.
         repo_id: `user/name` on the Hub, from which the card's code loads the model. Default: the card's folder.
         revision: Branch of the repository.
         dataset: Name of the training data, or names, of which the ones on the Hub become links.
@@ -73,65 +60,137 @@ def write_model_card(
         results: Rows of `results.jsonl`. The card shows the held-out loss, and the scores at unit gates next to the base
             model's scores.
         kept_checkpoint: Text about the best checkpoint, if its weights were kept.
-        tags: Further tags of the card.
-        merged: Whether the folder holds a merged model.
-        scale: Factor of the update in a merged model.
     """
-    folder, results = Path(folder), [*results]
-    names = [dataset] if isinstance(dataset, str) else [*(dataset or ())]
-    adapter, looped = model.active_adapters[0], find_looped_model(model)
-    lora, num_loops = model.peft_config[adapter], looped.num_loops
-    metadata, base = getattr(looped, "trained_with", {}), base_name(model)
-    rule, depths = metadata.get("rule"), metadata.get("depths") or [num_loops]
+
+    title: str | None = None
+    tags: str | Iterable[str] = ()
+    repo_id: str | None = None
+    revision: str | None = None
+    dataset: str | Sequence[str] | None = None
+    data_description: str | None = None
+    recipe: str | None = None
+    program: str | None = None
+    results: Sequence[Mapping[str, Any]] = ()
+    kept_checkpoint: str | None = None
+
+    @property
+    def dataset_names(self) -> list[str]:
+        """Names of the training data."""
+        return _as_list(self.dataset)
+
+
+def make_card_fields(card: Any) -> CardFields:
+    """Return the fields of a card from a mapping of them. Raise UserError for anything else."""
+    if isinstance(card, CardFields):
+        return card
+    if not isinstance(card, Mapping):
+        raise UserError(f"`card` must be a mapping, or from `read_card_fields`, got {short_repr(card)}.")
+    names = [field.name for field in dataclasses.fields(CardFields)]
+    for name in card:
+        if name not in names:
+            hint = closest_match(name, names)
+            raise UserError(f"`card` must have fields of `CardFields`, such as `dataset`, got {name!r}.{hint}")
+    return CardFields(**card)
+
+
+def write_model_card(
+    folder: str | Path, model: PeftModel, fields: CardFields | None = None, *, merged_scale: float | None = None
+) -> Path:
+    """Write the model card of an adapter or of a merged model.
+
+    Args:
+        folder: Folder of the card. The folder of a merged model already holds the model.
+        model: Model with the adapter.
+        fields: Title, repository and training on the card. Default: none are known.
+        merged_scale: Factor of the update in a merged model, or None for the card of an adapter.
+    """
+    folder, fields = Path(folder), fields or CardFields()
+    is_merged = merged_scale is not None
+    scores = []
+    if merged_scale in (None, 1):  # the results are those of the update as it was trained
+        scores = _scores(fields.results)
+    values = {
+        "title": fields.title or fields.repo_id or name_folder(folder.resolve()),
+        "facts": _describe_training(model, fields, merged_scale),
+        "scores": scores,
+        "recipe": fields.recipe and without_folders(fields.recipe),
+        "merged": is_merged,
+        "shared": not kind_of(model, model.active_adapters[0]).one_depth,
+    }
+    if is_merged:
+        values |= _loading_facts(folder)
+    template = str(Path(__file__).with_name("model_card.jinja"))
+    card = ModelCard.from_template(_make_metadata(model, fields, is_merged), template_path=template, **values)
+    if is_hub_name(fields.repo_id):
+        card.text = _name_repository(card.text, fields.repo_id, fields.revision, keeps_title=fields.title is not None)
+    card.save(folder / CARD_FILE)
+    return folder / CARD_FILE
+
+
+def _make_metadata(model: PeftModel, fields: CardFields, is_merged: bool) -> ModelCardData:
+    """Return the metadata of a card, which the Hub reads."""
+    base = base_name(model)
+    tags = ["looped-language-model", "lora", "loop-dropout"]
+    objective = _training_settings(model).get("objective")
+    if objective is not None:
+        tags.append(objective.lower())  # as in TRL's cards
+    tags += _as_list(fields.tags)
+    return ModelCardData(
+        library_name="transformers" if is_merged else "peft",
+        pipeline_tag="text-generation",
+        base_model=base if is_hub_name(base) else None,
+        datasets=[name for name in fields.dataset_names if is_hub_name(name)] or None,
+        tags=[*dict.fromkeys(tags)],
+        **_license_of(base),
+    )
+
+
+def _describe_training(model: PeftModel, fields: CardFields, merged_scale: float | None) -> dict[str, Any]:
+    """Return the known facts about an adapter and its training, by their names in the table of the card."""
+    looped, settings = find_looped_model(model), _training_settings(model)
+    lora, num_loops = model.peft_config[model.active_adapters[0]], looped.num_loops
+    rule, depths = settings.get("rule"), settings.get("depths") or [num_loops]
     is_quantized = getattr(looped.config, "quantization_config", None) is not None
-    license_fields = _license_of(base)
+    is_dequantized = is_quantized and merged_scale is not None
+    is_scaled = merged_scale not in (None, 1)
+    public_names = ", ".join(str(_public(name)) for name in fields.dataset_names)
     facts = {
         "Base model": public_base_name(model),
         "Commit of the base model": getattr(looped, "base_revision", None),
-        "License of the base model": license_fields.get("license"),
-        "Training objective": metadata.get("objective"),
+        "License of the base model": _license_of(base_name(model)).get("license"),
+        "Training objective": settings.get("objective"),
         "Training rule": getattr(RULES.get(rule), "title", rule),
-        "Drop probability p": metadata.get("p"),
-        "Trained from the adapter": _public(metadata.get("initial_adapter")),
-        "Trained before": "; ".join(metadata.get("earlier_trainings") or ()) or None,
+        "Drop probability p": settings.get("p"),
+        "Trained from the adapter": _public(settings.get("initial_adapter")),
+        "Trained before": "; ".join(settings.get("earlier_trainings") or ()) or None,
         "LoRA rank / alpha": f"{lora.r} / {lora.lora_alpha}",
-        "Factor of the merged update": None if scale == 1 else scale,
-        "Base weights in training": "4-bit, here dequantized" if is_quantized and merged else None,
+        "Factor of the merged update": merged_scale if is_scaled else None,
+        "Base weights in training": "4-bit, here dequantized" if is_dequantized else None,
         "Recurrence depth K": num_loops,
         "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
-        "Version of loopdropout-trainer": program,
-        "Training data": data_description or ", ".join(map(str, map(_public, names))) or metadata.get("training_data"),
-        "Training": f"stopped {metadata['stopped']}" if metadata.get("stopped") else None,
-        "Kept weights": kept_checkpoint,
-        "Held-out loss (nats per token)": _held_out_loss(results, of_base=False) if scale == 1 else None,
-        "Held-out loss (nats per token), base model": _held_out_loss(results, of_base=True),
+        "Version of loopdropout-trainer": fields.program,
+        "Training data": fields.data_description or public_names or settings.get("training_data"),
+        "Training": f"stopped {settings['stopped']}" if settings.get("stopped") else None,
+        "Kept weights": fields.kept_checkpoint,
+        # A scaled update has another loss than the trained one.
+        "Held-out loss (nats per token)": None if is_scaled else _held_out_loss(fields.results, of_base=False),
+        "Held-out loss (nats per token), base model": _held_out_loss(fields.results, of_base=True),
     }
-    own_tags = ["looped-language-model", "lora", "loop-dropout"]
-    if metadata.get("objective") is not None:
-        own_tags.append(metadata["objective"].lower())  # as in TRL's cards
-    further_tags = [tags] if isinstance(tags, str) else tags
-    card = ModelCard.from_template(
-        ModelCardData(
-            library_name="transformers" if merged else "peft",
-            pipeline_tag="text-generation",
-            base_model=base if is_hub_name(base) else None,
-            datasets=[name for name in names if is_hub_name(name)] or None,
-            tags=[*dict.fromkeys([*own_tags, *further_tags])],
-            **license_fields,
-        ),
-        template_path=str(Path(__file__).with_name("model_card.jinja")),
-        title=title or repo_id or name_folder(folder.resolve()),
-        facts={name: value for name, value in facts.items() if value is not None},
-        scores=_scores(results) if scale == 1 else [],
-        recipe=recipe and without_folders(recipe),
-        merged=merged,
-        shared=not kind_of(model, adapter).one_depth,
-        **(_loading_facts(folder) if merged else {}),
-    )
-    if is_hub_name(repo_id):
-        card.text = _name_repository(card.text, repo_id, revision, keeps_title=title is not None)
-    card.save(folder / CARD_FILE)
-    return folder / CARD_FILE
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _training_settings(model: PeftModel) -> dict[str, Any]:
+    """Return the saved settings of an adapter's training, or none for another adapter."""
+    return getattr(find_looped_model(model), "trained_with", {})
+
+
+def _as_list(texts: str | Iterable[str] | None) -> list[str]:
+    """Return a list of one text, of several texts, or of none."""
+    if texts is None:
+        return []
+    if isinstance(texts, str):
+        return [texts]
+    return [*texts]
 
 
 def name_folder(folder: Path) -> str:
@@ -140,36 +199,36 @@ def name_folder(folder: Path) -> str:
     return folder.name if sweep is None else str(folder.relative_to(sweep.parent))
 
 
-def read_card_fields(folder: str | Path, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return arguments of `write_model_card` from the folder of a run: its data, recipe, results and best checkpoint.
+def read_card_fields(folder: str | Path, weights: Mapping[str, Any] | None = None) -> CardFields:
+    """Return the fields of a card about the training in a folder: its data, recipe, results and best checkpoint.
 
     Args:
         folder: Folder of a run or of a checkpoint.
         weights: Argument of `read_run_results`.
     """
     folder = Path(folder)
-    recipe = read_recipe(folder)
-    return {
-        "dataset": [source.path for source in read_sources(recipe) if not source.files],
-        "data_description": describe_data(recipe, True, read_trained_shares(recipe_path(folder).parent)) or None,
-        "recipe": read_text(recipe_path(folder)) if recipe else None,
-        "program": read_version(recipe_path(folder).parent),
-        "results": read_run_results(folder, weights),
-        "kept_checkpoint": describe_kept_checkpoint(folder),
-    }
+    recipe, run_folder = read_recipe(folder), recipe_path(folder).parent
+    return CardFields(
+        dataset=[source.path for source in read_sources(recipe) if not source.files],
+        data_description=describe_data(recipe, True, read_trained_shares(run_folder)) or None,
+        recipe=read_text(recipe_path(folder)) if recipe else None,
+        program=read_version(run_folder),
+        results=read_run_results(folder, weights),
+        kept_checkpoint=describe_kept_checkpoint(folder),
+    )
 
 
-def read_card_of(model: PeftModel) -> dict[str, Any]:
-    """Return arguments of `write_model_card` from the training of the adapter on a model, or none without its results."""
-    looped = find_looped_model(model)
-    settings, folder = getattr(looped, "trained_with", {}), getattr(looped, "run_folder", None)
+def read_card_of(model: PeftModel) -> CardFields:
+    """Return the fields of a card about the training of the adapter on a model, which are empty without its results."""
+    settings, folder = _training_settings(model), getattr(find_looped_model(model), "run_folder", None)
     if folder is None or not Path(folder).is_dir():
-        return {}
+        return CardFields()
     fields = read_card_fields(folder)
-    trainings = [weights_of(row) for row in fields["results"] if is_of_training(row)]
-    # Not if a later training in the folder has replaced them.
-    is_own = (settings.get("training_id"), settings.get("step")) in trainings
-    return fields if is_own else {}
+    trainings = [weights_of(row) for row in fields.results if is_of_training(row)]
+    own_training = (settings.get("training_id"), settings.get("step"))
+    if own_training not in trainings:  # a later training in the folder has replaced the results
+        return CardFields()
+    return fields
 
 
 def describe_kept_checkpoint(folder: str | Path) -> str | None:

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, as_path, check_type, short_repr
+from loopdropout_trainer.errors import UserError, as_path, check_type
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results.run_files import RECIPE_FILE
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.authors_format import write_authors_format
 from loopdropout_trainer.saving.cards import (
+    CardFields,
     base_name,
+    make_card_fields,
     public_base_name,
     read_card_of,
     without_folders,
@@ -141,7 +144,7 @@ def merge_and_save(
     model: PeftModel,
     output_dir: str | Path,
     processing_class: PreTrainedTokenizerBase | None = None,
-    card: Mapping[str, Any] | None = None,
+    card: CardFields | Mapping[str, Any] | None = None,
     repo_id: str | None = None,
     *,
     scale: float = 1.0,
@@ -157,8 +160,8 @@ def merge_and_save(
         output_dir: Folder for the merged model.
         processing_class: Tokenizer to save with the model. Default: the trainer's, or the one of the adapter's folder, or
             the base model's. A warning says so if there is none.
-        card: Keyword arguments of `write_model_card`, as from `read_card_fields`. The recipe is saved, too. Default: from the
-            folder of the adapter's training.
+        card: Fields of the model card, as from `read_card_fields`, or a mapping of them. The recipe is saved, too. Default:
+            from the folder of the adapter's training.
         repo_id: Name on the Hub (`user/name`). The title and the code of the model card name it.
         scale: Factor of the update.
         standalone: Whether to write the code of this package's model class, so that transformers loads the model without this
@@ -176,12 +179,15 @@ def merge_and_save(
             "`model` must be a PEFT model with an adapter, such as `trainer.model` or `load_model(folder)` of the adapter's "
             f"folder, got a {type(model).__name__}."
         )
-    _check_arguments(processing_class, card, repo_id, scale)
+    _check_arguments(processing_class, repo_id, scale)
+    fields = None if card is None else make_card_fields(card)
     base = model.get_base_model()
     if holds_adapter(output_dir) or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
         raise UserError(f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}.")
-    if card is None:
-        card = read_card_of(model)
+    if fields is None:
+        fields = read_card_of(model)
+    if repo_id is not None:
+        fields = replace(fields, repo_id=repo_id)
     if standalone:
         check_code(base)
     if processing_class is None:
@@ -190,15 +196,13 @@ def merge_and_save(
         add_end_tokens(base, end_token_ids(processing_class))
     weights = merged_state_dict(model, scale)
     with integrity.saving(output_dir, integrity.MODEL_FILES):
-        _write_merged(output_dir, model, weights, processing_class, card, repo_id, scale, standalone)
+        _write_merged(output_dir, model, weights, processing_class, fields, scale, standalone)
     return output_dir
 
 
-def _check_arguments(processing_class: Any, card: Any, repo_id: Any, scale: Any) -> None:
+def _check_arguments(processing_class: Any, repo_id: Any, scale: Any) -> None:
     """Raise UserError for an argument of `merge_and_save` of another type, before anything is written."""
     check_tokenizer(processing_class)
-    if card is not None and not isinstance(card, Mapping):
-        raise UserError(f"`card` must be a mapping, as from `read_card_fields`, got {short_repr(card)}.")
     check_type("`repo_id`", repo_id, str | None)
     check_type("`scale`", scale, int | float)
     if not math.isfinite(scale):
@@ -227,12 +231,11 @@ def _write_merged(
     model: PeftModel,
     weights: dict[str, Tensor],
     processing_class: PreTrainedTokenizerBase | None,
-    card: Mapping[str, Any],
-    repo_id: str | None,
+    fields: CardFields,
     scale: float,
     standalone: bool,
 ) -> None:
-    """Write the files of a merged model with `weights`. The other arguments are those of `merge_and_save`."""
+    """Write the files of a merged model with `weights` and a card with `fields`. The others are as in `merge_and_save`."""
     base = model.get_base_model()
     saved = base
     if getattr(base.config, "quantization_config", None) is not None:
@@ -249,12 +252,12 @@ def _write_merged(
     (output_dir / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if processing_class is not None:
         processing_class.save_pretrained(output_dir)
-    if card.get("recipe"):
-        (output_dir / RECIPE_FILE).write_text(without_folders(card["recipe"]), encoding="utf-8")
+    if fields.recipe:
+        (output_dir / RECIPE_FILE).write_text(without_folders(fields.recipe), encoding="utf-8")
     kind = "standalone model" if own_map else "merged model"
     facts = {"kind": kind, "scale": scale, "base_model": public_base_name(model)}
     write_metadata(output_dir, {**find_looped_model(model).trained_with, **facts})
-    write_model_card(output_dir, model, repo_id=repo_id, merged=True, scale=scale, **card)
+    write_model_card(output_dir, model, fields, merged_scale=scale)
 
 
 def _name_code(name: str, base: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,10 @@ class AdapterFilesMixin:
             with saving(folder, adapter_patterns(self.model.peft_config)):
                 self._save_adapter(output_dir, _internal_call)
             if not _internal_call:
-                repository = {}
+                card = read_card_of(self.model)
                 if self.args.push_to_hub:  # which `_save_adapter` has done
-                    repository = {"repo_id": self.hub_model_id, "revision": self.args.hub_revision}
-                write_model_card(folder, self.model, **repository, **read_card_of(self.model))
+                    card = replace(card, repo_id=self.hub_model_id, revision=self.args.hub_revision)
+                write_model_card(folder, self.model, card)
 
     def _warn_of_replacing(self, folder: str) -> None:
         """Warn if an adapter that nobody has trained replaces a trained one in a folder."""

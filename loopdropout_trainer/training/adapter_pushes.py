@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -50,25 +51,26 @@ class AdapterPushMixin:
         """
         if self.is_world_process_zero():
             repo_id = self.hub_model_id or self.args.hub_model_id  # the first one, of a push, has its user
-            repository = {"repo_id": repo_id, "revision": revision or self.args.hub_revision}
-            self._write_card(model_name, dataset_name, tags, **repository)
+            self._write_card(model_name, dataset_name, tags, repo_id, revision or self.args.hub_revision)
 
     def _write_card(
         self,
         title: str | None = None,
         dataset: str | None = None,
         tags: str | list[str] | None = None,
-        **repository: str | None,
+        repo_id: str | None = None,
+        revision: str | None = None,
     ) -> None:
-        """Write the card. `repository`: arguments `repo_id` and `revision` of `write_model_card`. Others are as in TRL."""
+        """Write the card with the title, the training data, the tags and the repository of `CardFields`."""
         if self.recipe is None:  # the folder may have the recipe and the results of other weights
             card = read_card_of(self.model)
         else:  # a command has written its recipe before the training, and before the end there may be other results
             weights = {"training": self.training_id, "step": saved_step(self)}
             card = read_card_fields(self.args.output_dir, weights)
         if dataset is not None:
-            card |= {"dataset": dataset, "data_description": None}
-        write_model_card(self.args.output_dir, self.model, title=title, tags=tags or (), **repository, **card)
+            card = replace(card, dataset=dataset, data_description=None)
+        card = replace(card, title=title, tags=tags or (), repo_id=repo_id, revision=revision)
+        write_model_card(self.args.output_dir, self.model, card)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, and the branch that `hub_revision` names. transformers creates no branch."""

@@ -74,7 +74,7 @@ def test_checkpoint_has_the_prompts_of_its_run(saved, shown, tokenizer, tmp_path
     recipe = (checkpoint / "recipe.yaml").rename(tmp_path / "recipe.yaml")
     CHAT.main([str(checkpoint), "3 + 4?", "--max_new_tokens", "8"])
     assert shown["K = 4"]["adapter"] == answer(load_model(saved), tokenizer, QUESTION)
-    assert read_card_fields(checkpoint)["recipe"] == recipe.read_text()
+    assert read_card_fields(checkpoint).recipe == recipe.read_text()
 
 
 def test_chat_with_merged_model_has_one_column(saved, shown, tokenizer):

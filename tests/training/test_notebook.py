@@ -806,6 +806,10 @@ MISTAKES = {
     ),
     "merge scale": (lambda: merge_and_save(with_adapter(), "merged", scale="a"), "`scale` must be a number, got 'a'"),
     "merge card": (lambda: merge_and_save(with_adapter(), "merged", card=5), "`card` must be a mapping, .* got 5"),
+    "merge card field": (
+        lambda: merge_and_save(with_adapter(), "merged", card={"data_set": "GSM8K"}),
+        "`card` must have fields of `CardFields`, such as `dataset`, got 'data_set'. Did you mean 'dataset'?",
+    ),
     "load a model": (lambda: load_model(BASE), "`model` must be a path, got OuroFor"),
     "load tokenizer": (lambda: load_tokenizer(None), "`name_or_path` must be a path, got None"),
     "load dtype": (lambda: load_model("tiny-ouro", dtype="float99"), "`dtype` must be auto, .* got 'float99'"),
