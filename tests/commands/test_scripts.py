@@ -292,7 +292,9 @@ def test_run_is_not_continued_to_fewer_steps(copy, no_steps, length):
 def test_results_belong_to_the_best_checkpoint(tmp_path):
     """With a learning rate that spoils the adapter, the first evaluation is the best one.
 
-    The evaluation before the first step, when the adapter adds nothing, has the loss of the base model.
+    The evaluation before the first step, when the adapter adds nothing, has the loss of the base model. The order of the
+    losses does not depend on rounding: they are 0.65, 1.5, 7.0 and 5.6, and with any of eight seeds the first evaluation is
+    better than the others by a factor of 3 or more.
     """
     best = "--eval_strategy steps --eval_steps 2 --load_best_model_at_end true --single_loop_batches 2"
     words = [ONE_TASK, "--compare_with null --learning_rate 0.1", best, "--eval_on_start true --merge true"]
