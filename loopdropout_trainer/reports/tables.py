@@ -415,6 +415,7 @@ def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decim
         gains.append(Gain(*row).text(gain_decimals))
     if any(gains):
         texts["minus LoRA"] = gains
+    if numbers["p"].notna().any():  # a difference of one seed, or the same for each seed, has no test
         texts["p"] = numbers["p"].map(format_p)
     of_base = is_base_label(numbers.index.get_level_values("method"))
     if numbers.loc[~of_base, "num_seeds"].nunique() > 1:  # as after a failed run
