@@ -29,7 +29,7 @@ from loopdropout_trainer.data.mixing import (
     mix,
 )
 from loopdropout_trainer.data.preparations import PREPARATIONS, Row
-from loopdropout_trainer.data.saved_prompts import find_prompts
+from loopdropout_trainer.data.saved_prompts import find_prompts, note_prompts
 from loopdropout_trainer.data.sources import DataSource, find_shares
 from loopdropout_trainer.data.splitting import split_examples
 from loopdropout_trainer.data.tokenizing import tokenize
@@ -72,7 +72,10 @@ def load_datasets(
     left_out: list[LeftOut] = []
     losses = Losses(completion_only_loss, assistant_only_loss)
     try:
-        return load_examples(args, tokenizer, max_length, left_out, losses).datasets
+        loaded = load_examples(args, tokenizer, max_length, left_out, losses)
+        if loaded.prompts:
+            note_prompts(loaded.datasets["train"], loaded.prompts)  # for the trainer
+        return loaded.datasets
     finally:
         if PartialState().is_main_process:
             for part in left_out:

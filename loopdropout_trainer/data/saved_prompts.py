@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.data.formats import rename_keys
 
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _BEGINNINGS = ("prompt", "messages", "conversations", "chosen")
 """Columns of which the first one in an example begins its conversation."""
@@ -53,3 +57,20 @@ def find_prompts(examples: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if 0 < len(first_turns) < num_examples:
         settings["has_plain_texts"] = True
     return settings | find_system_turns(first_turns)
+
+
+_NOTE = "Prompts of the examples: "
+"""Beginning of the description of a dataset whose examples are tokens."""
+
+
+def note_prompts(rows: Dataset, prompts: Mapping[str, Any]) -> None:
+    """Write the settings of `find_prompts` into the description of a dataset, because its tokens do not tell them."""
+    rows.info.description = _NOTE + json.dumps(prompts)
+
+
+def read_prompts(rows: Any) -> dict[str, Any]:
+    """Return the settings that `note_prompts` has written for a dataset, or none for other examples."""
+    description = getattr(getattr(rows, "info", None), "description", None) or ""
+    if not description.startswith(_NOTE):
+        return {}
+    return json.loads(description.removeprefix(_NOTE))

@@ -30,7 +30,7 @@ from loopdropout_trainer.data.formats import (
     to_messages,
     wrong_columns,
 )
-from loopdropout_trainer.data.saved_prompts import find_beginning, find_system_turns
+from loopdropout_trainer.data.saved_prompts import find_beginning, find_system_turns, read_prompts
 from loopdropout_trainer.data.tokenizing import find_training_template
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.limits import render_chat
@@ -66,6 +66,9 @@ def _has_sharegpt(example: Mapping[str, Any]) -> bool:
 
 def describe_prompts(dataset: Any) -> dict[str, Any]:
     """Return the settings about the prompts of a dataset that are saved with an adapter. Of streams, the first row is read."""
+    noted = read_prompts(dataset)
+    if noted:
+        return noted
     example = read_first(dataset)
     settings = {"is_chat": has_conversations(example)}
     if not settings["is_chat"] or not isinstance(dataset, Dataset):

@@ -337,6 +337,16 @@ def test_prompts_of_a_mixture_are_saved(examples, settings):
     assert find_prompts(examples) == settings
 
 
+def test_prompts_of_a_mixture_in_python_are_saved(ouro_tokenizer):
+    """As by the command, also of a shuffled part."""
+    data = load_datasets(DataArguments(datasets=[{"path": "b.jsonl"}, {"path": "b_chat.jsonl"}]), ouro_tokenizer)
+    rows = data["train"].shuffle(seed=0).select(range(8))
+    args = LoopDropoutConfig("run", use_cpu=True, bf16=False)
+    trainer = LoopDropoutSFTTrainer("tiny-ouro", args, train_dataset=rows, processing_class=ouro_tokenizer)
+    settings = trainer.saved_settings()
+    assert settings["is_chat"] and settings["has_plain_texts"]
+
+
 def test_plan_says_which_loss_each_format_gets(capsys):
     chats = {
         "chat_template": "tulu2",
