@@ -10,6 +10,7 @@ The servers are forks of the process of the tests themselves, made before the fi
 run there, and a fork in the middle of their work could wait for a lock that nobody in the fork holds.
 """
 
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -134,10 +135,10 @@ def _renew_threads():
 
 
 def _renew_bars():
-    """Let tqdm read its variables of the environment again, which it has read when the server imported it."""
-    if "tqdm.std" in sys.modules:
+    """Let tqdm show no bars if its variable says so, which it has read when the server imported it."""
+    if "tqdm.std" in sys.modules and "TQDM_DISABLE" in os.environ:
         bar = sys.modules["tqdm.std"].tqdm
-        bar.__init__ = sys.modules["tqdm.utils"].envwrap("TQDM_", is_method=True)(bar.__init__)
+        bar.__init__ = functools.partialmethod(bar.__init__, disable=True)
 
 
 SERVER, BARE_SERVER = Server(), Server()

@@ -54,8 +54,8 @@ from loopdropout_trainer.sweeps.workers import _describe_start, _find_checkpoint
 
 sweep = load_script("recipes/sweep.py")
 RECIPE = {
-    "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_eval_examples": 2, "max_steps": 1,
-    "benchmarks": ["arithmetic_test"], "single_loop_batches": 1, "compare_with": ["lora"],
+    "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_train_examples": 16, "num_eval_examples": 2,
+    "max_steps": 1, "benchmarks": ["arithmetic_test"], "single_loop_batches": 1, "compare_with": ["lora"],
 }  # fmt: skip
 # A training script without a training. It logs its start, waits while a file `hold` exists, and writes results with the scores
 # of the file `world`.
@@ -277,7 +277,7 @@ def test_plan_bounds_the_tokens_that_are_not_counted(lab, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "1 step, 8 examples per step and process\n" in printed
     text = (
-        "508 in each training, 2,032 in these trainings, without those of further learning rates, for each process\n"
+        "478 in each training, 1,912 in these trainings, without those of further learning rates, for each process\n"
     )
     assert f"tokens          about {text}" in printed
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -286,8 +286,8 @@ def test_plan_bounds_the_tokens_that_are_not_counted(lab, capsys, monkeypatch):
     sweep.main([lab.file, "--dry_run", "true"])
     text = "as if each example had `max_length` tokens where they are not counted"
     assert (
-        f"tokens          at most 34,800 in all trainings, {text}\n" in capsys.readouterr().out
-    )  # 4 x 508 + 4 x 8 x 1,024
+        f"tokens          at most 34,680 in all trainings, {text}\n" in capsys.readouterr().out
+    )  # 4 x 478 + 4 x 8 x 1,024
 
 
 @pytest.mark.parametrize("fields", [{"select_on": "eval_loss"}, {}], ids=["asked", "default"])
@@ -514,8 +514,8 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "                two seeds: a 95% interval reaches 12.7 standard errors to each side, with three 4.3, with five 2.8\n"
         f"folder          {lab.out}/METHOD/lr_X/seed_S\n"
         "each training   1 step, 8 examples per step\n"
-        "examples        2,000, 2 held out, 1 optimizer step, 0.004 epochs\n"
-        "tokens          about 508 in each training, 4,064 in these trainings, without those of further learning rates\n"
+        "examples        16, 2 held out, 1 optimizer step, 0.5 epochs\n"
+        "tokens          about 478 in each training, 3,824 in these trainings, without those of further learning rates\n"
         "choice          6 evaluations of development\n"
         "evaluation      2 final runs of each method:\n"
         "                  evaluate arithmetic_hard\n"
@@ -531,7 +531,8 @@ def test_sweep_checks_the_data_once_before_its_first_run(lab, capsys):
     path = lab.folder / "chats.jsonl"
     rows = [[{"role": "user", "content": "Hi" * i}, {"role": "assistant", "content": "Yes"}] for i in (1, 2, 3, 90)]
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    data = {"train_files": [str(path)], "preparation": None, "num_eval_examples": 1, "chat_template": "tulu2"}
+    data = {"train_files": [str(path)], "preparation": None, "num_train_examples": None, "num_eval_examples": 1}
+    data |= {"chat_template": "tulu2"}
     methods = [{"lora": "lora", "short": {"max_length": 60}, "loop_dropout": "loop_dropout"}]
     lab.sweep("sft", settings=data, methods=methods)
     with patch("loopdropout_trainer.jobs.training_data.load_examples", wraps=training_data.load_examples) as load:
@@ -619,7 +620,7 @@ def test_plan_names_the_missing_folder_of_a_model(lab, capsys, monkeypatch):
     assert f"{line}\n" in capsys.readouterr().out
     Path("models/mine").symlink_to(TINY_OURO_PATH)
     sweep.main([lab.file, "--dry_run", "true"])
-    assert "\nexamples        2,000, 2 held out, 1 optimizer step" in capsys.readouterr().out
+    assert "\nexamples        16, 2 held out, 1 optimizer step" in capsys.readouterr().out
 
 
 def test_plan_counts_the_passes_of_a_rule(capsys):
