@@ -28,13 +28,13 @@ def test_completions_equal_generate_without_cache(make_tiny, tokenizer, gates):
     model, prompts = adapted(make_tiny()), [tokenizer(prompt, return_tensors="pt").input_ids for prompt in PROMPTS]
     find_looped_model(model).config.num_loops = len(gates)
     with use_gates(model, gates):
-        rows = [model.generate(ids, max_new_tokens=7, do_sample=False, use_cache=False) for ids in prompts]
+        rows = [model.generate(ids, max_new_tokens=5, do_sample=False, use_cache=False) for ids in prompts]
         ids = [row[0, prompt.shape[1] :] for row, prompt in zip(rows, prompts, strict=True)]
         want = tokenizer.batch_decode(ids, skip_special_tokens=True)
         for batch_size in (1, 2, 16):
-            assert generate_greedy(model, tokenizer, PROMPTS, 7, batch_size, progress=False) == want
+            assert generate_greedy(model, tokenizer, PROMPTS, 5, batch_size, progress=False) == want
     assert len({*want}) == len(want)
-    is_ungated = generate_greedy(model, tokenizer, PROMPTS, 7, progress=False) == want
+    is_ungated = generate_greedy(model, tokenizer, PROMPTS, 5, progress=False) == want
     assert is_ungated == ({*gates} == {1})
 
 
