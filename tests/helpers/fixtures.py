@@ -97,11 +97,15 @@ def config(tmp_path):
 
 @pytest.fixture
 def make_sft(config, dataset, tokenizer):
-    """`make_sft(model, cls, rows, **fields)`: a trainer of a short run, by default of a tiny Ouro."""
+    """`make_sft(model, cls, rows, **fields)`: a trainer of a short run, by default of a tiny Ouro.
+
+    It does not compute layers again in the backward pass. Tests of that ask for it.
+    """
 
     def make(model=None, cls=LoopDropoutSFTTrainer, rows=dataset, peft_config=None, callbacks=None, **fields):
         data = {"train_dataset": rows, "eval_dataset": dataset.select(range(4)), "processing_class": tokenizer}
         model = tiny_ouro(num_hidden_layers=1) if model is None else model
+        fields = {"gradient_checkpointing": False, **fields}
         return cls(model, config(**fields), peft_config=peft_config, callbacks=callbacks, **data)
 
     return make

@@ -305,9 +305,9 @@ def test_cut_texts_cause_no_warning(make, tokenizer, monkeypatch, log, is_stream
     monkeypatch.setattr(tokenizer, "deprecation_warnings", {})
     transformers_logger = logging.getLogger("transformers")
     transformers_logger.addHandler(log.handler)
-    rows = Dataset.from_list([{"text": "1 + 1 =" * 9}] * 4)
-    data = rows.to_iterable_dataset() if is_stream else rows
     for max_length, warns in ((8, False), (None, True)):
+        rows = Dataset.from_list([{"text": f"{max_length} + 1 =" * 9}] * 4)  # each text is tokenized once
+        data = rows.to_iterable_dataset() if is_stream else rows
         tokenizer.deprecation_warnings.clear()  # which say that it has warned
         trainer = make(SFT, data, max_length=max_length, max_steps=1)
         if is_stream:

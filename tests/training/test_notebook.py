@@ -895,7 +895,7 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
         ("max_length", 8),
         ("per_device_train_batch_size", 1),
         ("bf16", True),
-        ("gradient_checkpointing", False),
+        ("gradient_checkpointing", True),
         ("label_smoothing_factor", 0.1),
     ],
 )

@@ -90,7 +90,8 @@ def make_trainer(make_sft):
 def stopped_run(tmp_path_factory, tokenizer, dataset):
     """The folder of a training of two steps, with a checkpoint."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    args = LoopDropoutConfig(str(folder), **{**SHORT_RUN, "save_strategy": "steps", "save_steps": 2, "max_steps": 2})
+    fields = {**SHORT_RUN, "gradient_checkpointing": False, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    args = LoopDropoutConfig(str(folder), **fields)
     data = {"train_dataset": dataset, "processing_class": tokenizer}
     LoopDropoutSFTTrainer(tiny_ouro(num_hidden_layers=1), args, **data).train()
     return folder
