@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.data import DataArguments, LeftOut
-from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import lock_folder
+from loopdropout_trainer.jobs.checks import check_settings
 from loopdropout_trainer.jobs.example_plan import describe_left_out, describe_loaded
 from loopdropout_trainer.jobs.measuring import evaluate, measure
 from loopdropout_trainer.jobs.plan import (
@@ -35,7 +35,6 @@ from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
 from loopdropout_trainer.settings.recipe import build, dump_recipe, override
-from loopdropout_trainer.training.distributed import check_devices
 
 
 if TYPE_CHECKING:
@@ -90,29 +89,12 @@ class Job:
     ) -> None:
         self.script_args, self.model_args, self.adapter_args = script, model, adapter
         self.data_args, self.args = data, training
-        _check_pushes(script, training)
-        template = getattr(training, "chat_template_path", None)  # of SFT in Python
-        if template is not None:
-            raise UserError(f"`chat_template` must be set instead of `chat_template_path`, got {template!r}.")
-        check_trackers(training.report_to)
-        check_devices(training)
-        check_files(data.files)
-        # Somebody may repeat the run from its `recipe.yaml`. Whether to resume is decided at each start: `false` from the
-        # recipe would discard the checkpoints of an interrupted repetition.
-        unsaved = ("hub_token", "resume_from_checkpoint")
-        recipe = {name: value for name, value in settings.items() if name not in unsaved}
+        check_settings(script, data, training)
         is_decided = settings.get("resume_from_checkpoint") is not None
         self.starts_over = is_decided and not training.resume_from_checkpoint
-        self.runs = [Run(script, training, recipe, self.starts_over)]
-        for rule in script.compare_with or ():
-            if rule != training.rule:
-                self.runs.append(self._compared_run(rule, recipe))
-        for run in self.runs:
-            run.check()
-            run.args.run_name = f"{run.title}, {run.args.run_name or f'seed {run.args.seed}, {run.args.output_dir}'}"
-            run.args.resume_from_checkpoint = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
+        self.runs = self._make_runs(settings)
         conflicts = [run.find_conflict() for run in self.runs]
-        self.conflict = next(filter(None, conflicts), None)  # of the first run that has one
+        self.conflict = next((conflict for conflict in conflicts if conflict is not None), None)
         if self.conflict is not None and not script.dry_run:
             raise UserError(self.conflict)
         self.tasks: list[Task | Group] = []
@@ -124,6 +106,28 @@ class Job:
         if training.process_index == 0:
             self.trainings = read_trainings(self.runs, model, adapter)
             self.plan = describe_plan(self.runs, model, adapter, self.trainings)
+
+    def _make_runs(self, settings: Mapping[str, Any]) -> list[Run]:
+        """Return the run of the recipe and those of `compare_with`, with their names and the checkpoints they continue from.
+
+        Raises:
+            UserError: If the settings of a run exclude each other.
+        """
+        # Somebody may repeat the run from its `recipe.yaml`. Whether to resume is decided at each start: `false` from the
+        # recipe would discard the checkpoints of an interrupted repetition.
+        unsaved = ("hub_token", "resume_from_checkpoint")
+        recipe = {name: value for name, value in settings.items() if name not in unsaved}
+        runs = [Run(self.script_args, self.args, recipe, self.starts_over)]
+        for rule in self.script_args.compare_with or ():
+            if rule != self.args.rule:
+                runs.append(self._compared_run(rule, recipe))
+        for run in runs:
+            run.check()
+            args = run.args
+            name = args.run_name or f"seed {args.seed}, {args.output_dir}"
+            args.run_name = f"{run.title}, {name}"
+            args.resume_from_checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+        return runs
 
     def _compared_run(self, rule: str, recipe: dict) -> Run:
         """Return the run of a rule of `compare_with`, in a subfolder."""
@@ -383,29 +387,3 @@ class Job:
                 revision=args.hub_revision,
             )
             print(f"Pushed to {address}")
-
-
-def _check_pushes(script: ScriptArguments, training: GateConfig) -> None:
-    """Raise UserError if the merged model has no repository of its own to be pushed to."""
-    if not script.push_merged_to_hub:
-        return
-    if not training.hub_model_id:
-        raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
-    if training.push_to_hub:
-        raise UserError(
-            "Set either `push_to_hub` or `push_merged_to_hub`, not both, because both push to `hub_model_id`. Push the "
-            "merged model to another repository by `loopdropout merge`."
-        )
-
-
-def check_trackers(names: list[str]) -> None:
-    """Raise UserError for a tracker that is unknown or not installed."""
-    if not names:
-        return
-    from transformers.integrations import get_reporting_integration_callbacks
-
-    try:
-        for tracker in get_reporting_integration_callbacks(names):
-            tracker()
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"`report_to`: {error}") from None
