@@ -55,24 +55,40 @@ def check_columns(
     if columns and not missing:
         return
     wanted = [missing] if missing else formats
-    place = " (for one data set, in its item of `datasets`)" if is_mixture else ""
-    unused = {}
-    if len(rows):
-        unused = {name: value for name, value in rows[0].items() if name not in needed}
-    guess = {} if mapping else guess_columns(unused, wanted)
-    line = yaml.safe_dump({"column_mapping": guess}, default_flow_style=None, sort_keys=False, width=math.inf).strip()
-    example = f", for example `{line}`" if guess else ""
-    fix = f"`column_mapping` renames columns{place}{example}, and `prompt_template` makes prompts from them."
-    if is_alpaca(names) and not mapping and not template_fields:
-        fix = "Set `prompt_template: alpaca` and `column_mapping: {completion: output}`, which also read the `input`."
-    typed = {field: f"`prompt_template` asks for `{field}`." for field in template_fields}
-    typed |= {column: f"`column_mapping` takes `{column}` as `{name}`." for name, column in mapping.items()}
     surplus, own_columns = _find_surplus_fields(columns, formats, mapping, template_fields, names)
-    if surplus and not any(closest_match(name, names) for name in missing):  # else a name is mistyped
+    is_mistyped = any(closest_match(name, names) for name in missing)
+    if surplus and not is_mistyped:
         # The fields are often those of other data, in a recipe that this one extends.
         fields = " and ".join(f"`{field}`" for field in surplus)
         fix = f"Remove {fields}, because the data has {enumerate_columns(own_columns)}."
+    elif is_alpaca(names) and not mapping and not template_fields:
+        fix = "Set `prompt_template: alpaca` and `column_mapping: {completion: output}`, which also read the `input`."
+    else:
+        guess = {}
+        if not mapping and len(rows):
+            unused = {name: value for name, value in rows[0].items() if name not in needed}
+            guess = guess_columns(unused, wanted)
+        fix = _explain_fields(guess, is_mixture)
+    typed = {field: f"`prompt_template` asks for `{field}`." for field in template_fields}
+    typed |= {column: f"`column_mapping` takes `{column}` as `{name}`." for name, column in mapping.items()}
     raise wrong_columns(f"The data of {data}", wanted, names, fix, typed)
+
+
+def _explain_fields(guess: Mapping[str, str], is_mixture: bool) -> str:
+    """Return a sentence about the fields that give the data other columns.
+
+    Args:
+        guess: `column_mapping` as an example, or empty without one.
+        is_mixture: Whether each data set can have a mapping.
+    """
+    place, example = "", ""
+    if is_mixture:
+        place = " (for one data set, in its item of `datasets`)"
+    if guess:
+        fields = {"column_mapping": dict(guess)}
+        line = yaml.safe_dump(fields, default_flow_style=None, sort_keys=False, width=math.inf).strip()
+        example = f", for example `{line}`"
+    return f"`column_mapping` renames columns{place}{example}, and `prompt_template` makes prompts from them."
 
 
 def _find_surplus_fields(

@@ -31,27 +31,13 @@ def load_rows(source: DataSource) -> Dataset:
         UserError: If they cannot be loaded, or have not the columns of the source.
     """
     from datasets.exceptions import DatasetsError
-    from datasets.table import CastError
 
     try:
         rows = read_files(source.files, source.split) if source.files else _read_dataset(source)
     except UserError:
         raise
     except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one from an empty JSON file
-        if isinstance(error.__cause__, CastError):
-            first, other = error.__cause__.requested_column_names, error.__cause__.table_column_names
-            new = [name for name in other if name not in first]
-            if not new:  # the other file may lack some of the first one's columns, or have other types
-                new = other
-            raise UserError(
-                f"{source} must have the same columns and types, got {', '.join(first)} in one file and {', '.join(new)} in "
-                "another one. Give each file an item of `datasets` instead, such as `- path: a.jsonl`."
-            ) from None
-        reason = str(error.__cause__ or error)
-        empty = [file for file in source.files if Path(file).is_file() and not Path(file).stat().st_size]
-        if empty or not reason:
-            raise UserError(f"{', '.join(empty) or source} is empty.") from None
-        raise UserError(f"{source} cannot be loaded: {reason}{hint_at_login(error)}") from None
+        raise _explain_load_error(source, error) from None
     if source.columns is None:
         return rows
     missing = {*source.columns} - {*rows.column_names}
@@ -60,6 +46,29 @@ def load_rows(source: DataSource) -> Dataset:
             f"`columns` of {source} must be among {', '.join(rows.column_names)}, got {', '.join(sorted(missing))}."
         )
     return rows.select_columns(source.columns)
+
+
+def _explain_load_error(source: DataSource, error: Exception) -> UserError:
+    """Return the error about a source that `datasets` cannot load, which names the fault in the files."""
+    from datasets.table import CastError
+
+    cause = error.__cause__
+    if isinstance(cause, CastError):
+        first, other = cause.requested_column_names, cause.table_column_names
+        new = [name for name in other if name not in first]
+        if not new:  # the other file may lack some of the first one's columns, or have other types
+            new = other
+        return UserError(
+            f"{source} must have the same columns and types, got {', '.join(first)} in one file and {', '.join(new)} in "
+            "another one. Give each file an item of `datasets` instead, such as `- path: a.jsonl`."
+        )
+    empty = [file for file in source.files if Path(file).is_file() and not Path(file).stat().st_size]
+    if empty:
+        return UserError(f"{', '.join(empty)} is empty.")
+    reason = str(cause or error)
+    if not reason:
+        return UserError(f"{source} is empty.")
+    return UserError(f"{source} cannot be loaded: {reason}{hint_at_login(error)}")
 
 
 def describe_row(source: DataSource, number: int) -> str:

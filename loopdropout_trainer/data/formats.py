@@ -83,8 +83,9 @@ def guess_columns(example: Mapping[str, Any], formats: Iterable[Sequence[str]]) 
     formats = [columns for columns in formats if columns != ("messages",)]  # a text is not a conversation
     for others in ([], texts):  # first by usual names only
         for columns in formats:
-            if found := _find_names(columns, example, others):
-                return found
+            renamed = _find_names(columns, example, others)
+            if renamed:
+                return renamed
     return {}
 
 
@@ -122,15 +123,19 @@ def wrong_columns(
     """
     typed = typed or {}
     choices = [enumerate_columns(columns) for columns in formats]
-    expected = f"one of: {'; '.join(choices)}" if len(choices) > 1 else choices[0]
+    expected = choices[0]
+    if len(choices) > 1:
+        expected = f"one of: {'; '.join(choices)}"
     names, known = [*names], set().union(*formats)
-    hints = [closest_match(name, known - {*typed}, cutoff=0.8) for name in names if name not in known]
-    hint = next(filter(None, hints), "")
-    named = sorted(known.intersection(typed))
-    matches = [closest_match(name, names) for name in named]
-    for name, match in zip(named, matches, strict=True):
+    hint = ""
+    for name in names:  # the first one that is similar to a known column
+        if name not in known and not hint:
+            hint = closest_match(name, known - {*typed}, cutoff=0.8)
+    typed_names = sorted(known.intersection(typed))
+    matches = [closest_match(name, names) for name in typed_names]
+    for name, match in zip(typed_names, matches, strict=True):
         hint += f" {typed[name]}{match}"
-    if named and all(matches):
+    if typed_names and all(matches):
         fix = ""  # the user has used a field of the fix, and only mistyped the names in it
     message = f"{title} must have {expected}, got the columns {', '.join(names)}.{hint}"
     return UserError(f"{message} {fix}".rstrip())
@@ -281,13 +286,18 @@ def _check_keys(turn: Mapping[str, Any], chat_template: Any) -> None:
     """
     if turn.get("content") is not None or turn.get("tool_calls"):
         return
-    others = [key for key, value in turn.items() if value is not None and key not in _BESIDE_CONTENT]
+    keys = [key for key, value in turn.items() if value is not None]
+    others = [key for key in keys if key not in _BESIDE_CONTENT]
+    for key in others:
+        if re.search(rf"""[.'"]{re.escape(key)}\b""", str(chat_template)):
+            return  # the template reads it
     texts = [key for key in others if isinstance(turn[key], str | list)]
-    is_read = any(re.search(rf"""[.'"]{re.escape(key)}\b""", str(chat_template)) for key in others)
-    if texts and not is_read:
-        keys = [key for key, value in turn.items() if value is not None]
-        fix = f" Rename `{texts[0]}` to `content`." if len(texts) == 1 else ""
-        raise UserError(f"A turn must have `content`, got the keys {', '.join(keys)}.{fix}")
+    if not texts:
+        return
+    fix = ""
+    if len(texts) == 1:
+        fix = f" Rename `{texts[0]}` to `content`."
+    raise UserError(f"A turn must have `content`, got the keys {', '.join(keys)}.{fix}")
 
 
 def check_turns(name: str, target: Any) -> None:

@@ -81,28 +81,27 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
         trainer: Trainer after its training.
         first_step: Number of steps before the last interruption, whose time is estimated from the steps after it.
     """
-    import numpy as np
     import torch
-    from datasets import Dataset
 
     history, num_steps = trainer.state.log_history, trainer.state.global_step
-    last = {name: value for log in history for name, value in log.items()}
-    eval_losses = [log["eval_loss"] for log in history if "eval_loss" in log and log["step"] <= saved_step(trainer)]
-    rewards = [log["reward"] for log in history if "reward" in log]
-    tenth = max(1, len(rewards) // 10)
-    sampling = sum(getattr(callback, "seconds", 0) for callback in trainer.callback_handler.callbacks)
-    seconds = (last.get("train_runtime", math.nan) - sampling) * num_steps / (num_steps - first_step or math.nan)
-    num_tokens = last.get("num_tokens", math.nan)
-    num_examples, num_packed_rows = math.nan, None
-    if isinstance(trainer.train_dataset, Dataset):
-        num_examples, num_packed_rows = count_examples(trainer.train_dataset)
-    elif isinstance(trainer.train_dataset, Sized):
-        num_examples = len(trainer.train_dataset)
+    newest_values = {}
+    for log in history:
+        newest_values |= log
+    eval_loss = math.nan
+    for log in history:
+        if "eval_loss" in log and log["step"] <= saved_step(trainer):
+            eval_loss = log["eval_loss"]
+    sampling_seconds = sum(getattr(callback, "seconds", 0) for callback in trainer.callback_handler.callbacks)
+    measured_seconds = newest_values.get("train_runtime", math.nan) - sampling_seconds
+    measured_steps = num_steps - first_step
+    seconds = math.nan
+    if measured_steps:
+        seconds = measured_seconds * num_steps / measured_steps
+    num_tokens = newest_values.get("num_tokens", math.nan)
     values = {
         "train_loss": mean_loss(history),
-        "eval_loss": eval_losses[-1] if eval_losses else math.nan,
-        "examples": num_examples,
-        "packed_rows": math.nan if num_packed_rows is None else num_packed_rows,
+        "eval_loss": eval_loss,
+        **_count_train_examples(trainer),
         "trainable_parameters": trainer.model.get_nb_trainable_parameters()[0],
         "num_tokens": num_tokens,
         "train_seconds": seconds,
@@ -110,13 +109,38 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
         "tokens_per_second": num_tokens / seconds,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 or math.nan,
     }
-    if rewards:
-        values |= {"reward_first": np.mean(rewards[:tenth]), "reward_last": np.mean(rewards[-tenth:])}
-    return [
-        {"metric": name, "value": value, "unit": UNITS.get(name, ""), "gates": "unit"}
-        for name, value in values.items()
-        if not math.isnan(value)
-    ]
+    values |= _mean_rewards(history)
+    rows = []
+    for name, value in values.items():
+        if not math.isnan(value):  # else it is not known
+            rows.append({"metric": name, "value": value, "unit": UNITS.get(name, ""), "gates": "unit"})
+    return rows
+
+
+def _count_train_examples(trainer: Trainer) -> dict[str, int]:
+    """Return the numbers of examples and of packed rows that a trainer trains on, as far as they are known."""
+    from datasets import Dataset
+
+    data = trainer.train_dataset
+    if isinstance(data, Dataset):
+        num_examples, num_packed_rows = count_examples(data)
+        if num_packed_rows is None:
+            return {"examples": num_examples}
+        return {"examples": num_examples, "packed_rows": num_packed_rows}
+    if isinstance(data, Sized):
+        return {"examples": len(data)}
+    return {}
+
+
+def _mean_rewards(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean rewards in the first and in the last tenth of a log, or none without rewards."""
+    import numpy as np
+
+    rewards = [log["reward"] for log in history if "reward" in log]
+    if not rewards:
+        return {}
+    tenth = max(1, len(rewards) // 10)
+    return {"reward_first": np.mean(rewards[:tenth]), "reward_last": np.mean(rewards[-tenth:])}
 
 
 ALWAYS_SAVED = (

@@ -94,13 +94,39 @@ def write_authors_format(
     Raises:
         UserError: If the format cannot represent the adapter.
     """
-    tensors = {name.removeprefix(_PREFIX).removesuffix(".weight"): x.float() for name, x in weights.items()}
-    layers = range(len(tensors) // (2 * len(_PROJECTIONS)))
-    names = {f"layers.{layer}.{name}.lora_{factor}" for layer in layers for name in _PROJECTIONS for factor in "AB"}
-    if tensors.keys() != names or any(x.dim() != 2 for x in tensors.values()):
+    tensors = {}
+    for name, tensor in weights.items():
+        tensors[name.removeprefix(_PREFIX).removesuffix(".weight")] = tensor.float().contiguous()
+    _check_tensors(tensors)
+    fields = {
+        "rank": config.r,
+        "alpha": float(config.lora_alpha),
+        "dropout": _find_dropout(config, metadata),
+        "model_id": MODEL_ID,
+        "model_revision": MODEL_REVISION,
+        "num_loops": NUM_LOOPS,
+    }
+    check_links(folder)
+    save_file(tensors, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError unless tensors under the authors' names are one update of all projections of each layer."""
+    num_layers = len(tensors) // (2 * len(_PROJECTIONS))
+    names = set()
+    for layer in range(num_layers):
+        for projection in _PROJECTIONS:
+            names |= {f"layers.{layer}.{projection}.lora_A", f"layers.{layer}.{projection}.lora_B"}
+    are_matrices = all(tensor.dim() == 2 for tensor in tensors.values())
+    if tensors.keys() != names or not are_matrices:
         raise UserError(
             f"The authors' format requires one update for all loops of the {len(_PROJECTIONS)} projections of every layer."
         )
+
+
+def _find_dropout(config: LoraConfig, metadata: Mapping[str, Any]) -> float | None:
+    """Return p of an adapter, which is 0 for LoRA. Raise UserError for settings that the format cannot represent."""
     required = {
         "base_model_name_or_path": [MODEL_ID],
         "revision": [None, "main", MODEL_REVISION],
@@ -119,19 +145,12 @@ def write_authors_format(
             f"only if the folder {base.parent} holds this model."
         )
     for name, values in required.items():
-        if (value := settings.get(name)) not in values:
+        value = settings.get(name)
+        if value not in values:
             raise UserError(f"The authors' format requires `{name}` {values[-1]!r}, got {value!r}.")
-    p = settings.get("p") if settings["rule"] == "loop_dropout" else 0.0
+    if settings["rule"] == "lora":
+        return 0.0
+    p = settings.get("p")
     if isinstance(p, list):
         raise UserError(f"The authors' format requires a single `p`, got {p}.")
-    fields = {
-        "rank": config.r,
-        "alpha": float(config.lora_alpha),
-        "dropout": p,
-        "model_id": MODEL_ID,
-        "model_revision": MODEL_REVISION,
-        "num_loops": NUM_LOOPS,
-    }
-    check_links(folder)
-    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / WEIGHTS_FILE)
-    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    return p

@@ -73,15 +73,25 @@ def _item_type(types: Collection[Any]) -> Any:
 
 def _check_choice(field: dataclasses.Field, value: Any, hint: Any) -> None:
     """Raise UserError unless a value, or each item of a list, is one of the field's choices."""
-    enums = [kind for kind in single_types(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
-    choices = field.metadata.get("choices") or [member.value for enum in enums for member in enum]
-    choices = [choice for choice in choices if choice]
+    choices = [choice for choice in _find_choices(field, hint) if choice]
     if not choices:
         return
     for item in items_of(value):
         if item is not None and item not in choices:
             matches = closest_match(item, choices)
             raise UserError(f"`{field.name}` must be one of {', '.join(choices)}, got {short_repr(item)}.{matches}")
+
+
+def _find_choices(field: dataclasses.Field, hint: Any) -> Collection[Any]:
+    """Return the choices of a field, or the values of the enumerations that are its type."""
+    choices = field.metadata.get("choices")
+    if choices:
+        return choices
+    values = []
+    for kind in single_types(hint):
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            values += [member.value for member in kind]
+    return values
 
 
 def items_of(value: Any) -> list[Any]:
