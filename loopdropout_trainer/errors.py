@@ -246,16 +246,7 @@ def run_script(main: Callable[[], None]) -> None:
     """
     script = _command_name(Path(sys.argv[0]))
     _commands.append(script)
-    protect_terminal()
-    is_in_terminal = sys.stderr is not None and sys.stderr.isatty()
-    if not is_in_terminal and "tqdm" not in sys.modules:  # which reads the variable when it is imported
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    # Python finds the files next to a script first, and recipes/evaluate.py hides a library that tasks of lm-eval import.
-    sys.path.sort(key=lambda folder: Path(folder, "evaluate.py").is_file())
-    # Warnings about future releases of the libraries concern developers.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft|trl")
-    warnings.filterwarnings("ignore", module="plotnine")  # about lines of a single point
-    logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith("Setting accelerator"))
+    _prepare_process()
     try:
         main()
         sys.stdout.flush()
@@ -282,6 +273,20 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit(128 + getattr(error, "signal", signal.SIGINT))
     finally:
         _commands.remove(script)
+
+
+def _prepare_process() -> None:
+    """Protect the terminal, and keep bars in files and messages for developers out of the output of a script."""
+    protect_terminal()
+    is_in_terminal = sys.stderr is not None and sys.stderr.isatty()
+    if not is_in_terminal and "tqdm" not in sys.modules:  # which reads the variable when it is imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    # Python finds the files next to a script first, and recipes/evaluate.py hides a library that tasks of lm-eval import.
+    sys.path.sort(key=lambda folder: Path(folder, "evaluate.py").is_file())
+    # Warnings about future releases of the libraries concern developers.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft|trl")
+    warnings.filterwarnings("ignore", module="plotnine")  # about lines of a single point
+    logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith("Setting accelerator"))
 
 
 def _command_name(script: Path) -> str:

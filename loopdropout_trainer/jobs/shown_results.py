@@ -24,10 +24,7 @@ def show_results(runs: Sequence[Run]) -> None:
 
     The methods are in the order of reports. Figures need plotnine.
     """
-    folders = [run.args.output_dir for run in runs]
-    rows = pd.DataFrame([row for folder in folders for row in read_card_fields(folder).results])
-    places = order_labels(rows.assign(label=rows["method"], run=None, variant=None))
-    rows = rows.sort_values("method", key=lambda methods: methods.map(places), kind="stable")
+    rows = _read_rows(runs)
     training = rows.query("task == 'training'")
     depth = training["num_loops"].iloc[0]
     print_by_method(f"Training at K = {depth}", training, "metric", partial(format_value, digits=5))
@@ -37,6 +34,25 @@ def show_results(runs: Sequence[Run]) -> None:
             print(f"{run.title}: Kept {kept}")
     for line in describe_losses_above_base(training, runs):
         print(line)
+    _print_scores(rows, depth, runs)
+    print_loss_reductions(rows)
+    folders = [run.args.output_dir for run in runs]
+    print(f"\nEverything is in {', '.join(folders)}")
+    _draw_first_run(runs[0])
+
+
+def _read_rows(runs: Sequence[Run]) -> pd.DataFrame:
+    """Return the results of all runs, with the methods in the order of reports."""
+    rows = []
+    for run in runs:
+        rows += read_card_fields(run.args.output_dir).results
+    rows = pd.DataFrame(rows)
+    places = order_labels(rows.assign(label=rows["method"], run=None, variant=None))
+    return rows.sort_values("method", key=lambda methods: methods.map(places), kind="stable")
+
+
+def _print_scores(rows: pd.DataFrame, depth: int, runs: Sequence[Run]) -> None:
+    """Print the accuracies at the training depth, their differences, and those at other depths and in single loops."""
     scores = rows.query("metric in ['accuracy', 'last_number'] and gates in ['unit', 'none'] and num_loops == @depth")
     columns = scores["task"].where(scores["metric"] == "accuracy", scores["metric"])
     print_by_method(f"Accuracy at the training depth K = {depth}, in %", scores, columns)
@@ -50,14 +66,18 @@ def show_results(runs: Sequence[Run]) -> None:
             print_by_method(f"Accuracy on {task} with K loops at inference, in %", by_depth, columns)
         alone = own.query("gates not in ['unit', 'none']")
         print_by_method(f"Accuracy on {task} with the adapter in one loop only, in %", alone, "gates")
-    print_loss_reductions(rows)
-    print(f"\nEverything is in {', '.join(folders)}")
-    options, folder = runs[0].script_args, Path(folders[0])
-    if (options.eval_num_loops or options.single_loop_accuracy) and find_spec("plotnine"):
-        from loopdropout_trainer.reports.plots import save_figure
 
-        results = load_results(folder)
-        save_figure(overview_figure(results[results["checkpoint"].isna()]), folder / "figure")
+
+def _draw_first_run(run: Run) -> None:
+    """Draw the results of the first run, which has those of all runs in its folder, if they are about depths or loops."""
+    options, folder = run.script_args, Path(run.args.output_dir)
+    is_informative = options.eval_num_loops or options.single_loop_accuracy
+    if not is_informative or not find_spec("plotnine"):
+        return
+    from loopdropout_trainer.reports.plots import save_figure
+
+    results = load_results(folder)
+    save_figure(overview_figure(results[results["checkpoint"].isna()]), folder / "figure")
 
 
 def describe_losses_above_base(training: pd.DataFrame, runs: Sequence[Run]) -> list[str]:
