@@ -353,6 +353,25 @@ def check_complete(example: Mapping[str, Any]) -> None:
         )
 
 
+def check_answer(name: str, turns: Any) -> None:
+    """Raise UserError if a conversation that is trained on has no turn of the assistant, and only those turns count.
+
+    A role that only the chat template knows, such as "model", can be that of the assistant, too.
+
+    Args:
+        name: Name of the column.
+        turns: Conversation with TRL's keys, or a text.
+    """
+    if not isinstance(turns, list):
+        return
+    roles = [str(turn["role"]) for turn in turns]
+    if {*roles}.issubset(("system", "user", "tool")):
+        raise UserError(
+            f"`{name}` must have a turn of the assistant, because `assistant_only_loss` trains on nothing else, got the roles "
+            f"{', '.join(roles)}. Remove the row, as by `Dataset.filter`."
+        )
+
+
 def has_text(name: str, target: Any) -> bool:
     """Return whether a column has a text to train on: a text itself, or the assistant's turns of a conversation."""
     turns = to_messages(target)

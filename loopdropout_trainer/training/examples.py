@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,6 +19,7 @@ from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.columns import check_one_format
 from loopdropout_trainer.data.files import error_in_row
 from loopdropout_trainer.data.formats import (
+    check_answer,
     check_complete,
     check_contents,
     check_roles,
@@ -215,7 +216,47 @@ def _check_one_format(
     check_one_format(title, rows, columns, [*formats, _SHAREGPT], lambda number: f"row {number:,} of {title}")
 
 
-def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], chat_template: Any) -> None:
+class RowReader(NamedTuple):
+    """How a training reads rows.
+
+    Attributes:
+        chat_template: Text of the chat template, a mapping of several ones, or None.
+        assistant_only_loss: Whether only the assistant's turns are trained on.
+    """
+
+    chat_template: Any
+    assistant_only_loss: bool = False
+
+    def write(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns that TRL makes tokens of, with conversations as the chat template reads them."""
+        example = {}
+        for name, value in row.items():
+            example[_NAMES.get(name, name)] = to_messages(join_text_parts(value, self.chat_template))
+        return example
+
+    def check(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Return the columns as `write` does, or raise UserError for a wrong row.
+
+        Args:
+            row: Columns that TRL makes tokens of.
+            place: Place of the row, such as "row 4 of `train_dataset`".
+        """
+        example = self.write(row)
+        try:
+            for name, turns in example.items():
+                check_turns(name, turns)
+                check_roles(turns, self.chat_template)
+                check_contents(turns, self.chat_template)
+            check_complete(example)
+            if self.assistant_only_loss:
+                target = list(example)[-1]  # the completion of a pair, whose prompt is not trained on
+                check_answer(target, example[target])
+        except UserError as error:
+            raise error_in_row(place, error) from None
+        return example
+
+
+def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], reader: RowReader) -> None:
     """Raise UserError for the first row that TRL cannot read, or whose turns have a role that is a mistake.
 
     Conversations become as in the examples of a recipe: ShareGPT's keys and roles are renamed, and numbers and parts that are
@@ -225,16 +266,16 @@ def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], ch
         arguments: Arguments of a trainer. Streams are replaced by streams that check their rows, and datasets with
             conversations in another spelling by ones in TRL's.
         formats: Columns of each format that the trainer reads.
-        chat_template: Text of the chat template of the training.
+        reader: How the training reads rows.
     """
     checked = {}
     for title, dataset in name_datasets(arguments):
         checked[title] = dataset
         columns = _find_columns(read_first(dataset), formats)
         if columns and isinstance(dataset, Dataset):
-            checked[title] = _check_dataset(title, dataset, columns, chat_template)
+            checked[title] = _check_dataset(title, dataset, columns, reader)
         elif columns and isinstance(dataset, IterableDataset):
-            checked[title] = _check_stream(title, dataset, columns, chat_template)
+            checked[title] = _check_stream(title, dataset, columns, reader)
     for argument in _DATASETS:
         if f"`{argument}`" in checked:
             arguments[argument] = checked[f"`{argument}`"]
@@ -242,37 +283,12 @@ def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], ch
             arguments[argument] = {name: checked[f"`{argument}[{name!r}]`"] for name in arguments[argument]}
 
 
-def _check_row(row: Mapping[str, Any], chat_template: Any, place: str) -> bool:
-    """Raise UserError for a wrong row, and return whether it has conversations in another spelling than TRL's.
-
-    Args:
-        row: Columns that TRL makes tokens of.
-        chat_template: Text of the chat template of the training.
-        place: Place of the row, such as "row 4 of `train_dataset`".
-    """
-    example = _write_row(row, chat_template)
-    try:
-        for name, turns in example.items():
-            check_turns(name, turns)
-            check_roles(turns, chat_template)
-            check_contents(turns, chat_template)
-        check_complete(example)
-    except UserError as error:
-        raise error_in_row(place, error) from None
-    return example != row
-
-
-def _write_row(row: Mapping[str, Any], chat_template: Any) -> dict[str, Any]:
-    """Return the columns that TRL makes tokens of, with conversations as the chat template reads them."""
-    return {_NAMES.get(name, name): to_messages(join_text_parts(value, chat_template)) for name, value in row.items()}
-
-
-def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], chat_template: Any) -> Dataset:
+def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], reader: RowReader) -> Dataset:
     """Check each row, and return the dataset with conversations in TRL's spelling, or itself if all of them are in it."""
     rows = dataset.select_columns(list(columns)).with_format(None)
     is_other = False
     for number, row in enumerate(rows, start=1):
-        is_other |= _check_row(row, chat_template, f"row {number:,} of {title}")
+        is_other |= reader.check(row, f"row {number:,} of {title}") != row
     if not is_other:
         return dataset
     # `Json` keeps each value as it is.
@@ -281,23 +297,22 @@ def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], chat_te
         types[_NAMES.get(name, name)] = Json() if isinstance(rows[0][name], list) else dataset.features[name]
 
     def write(row: Mapping[str, Any]) -> dict[str, Any]:
-        return _write_row({name: row[name] for name in columns}, chat_template)
+        return reader.write({name: row[name] for name in columns})
 
     with hide_short_bars(num_rows=len(dataset)):
         return dataset.map(write, remove_columns=list(columns), features=Features(types))
 
 
-def _check_stream(title: str, dataset: IterableDataset, columns: Sequence[str], chat_template: Any) -> IterableDataset:
+def _check_stream(title: str, dataset: IterableDataset, columns: Sequence[str], reader: RowReader) -> IterableDataset:
     """Return a stream that checks each row as it passes, with conversations in TRL's spelling."""
 
     def check(row: dict[str, Any], index: int) -> dict[str, Any]:
         own = {name: row[name] for name in columns}
-        _check_row(own, chat_template, f"row {index + 1:,} of {title}")
-        return _write_row(own, chat_template)
+        return reader.check(own, f"row {index + 1:,} of {title}")
 
     first = {name: read_first(dataset)[name] for name in columns}
     features = dataset.features
-    if _write_row(first, chat_template) != first:  # so that the types of columns change
+    if reader.write(first) != first:  # so that the types of columns change
         features = None
     return dataset.map(check, with_indices=True, remove_columns=list(columns), features=features)
 
@@ -349,22 +364,32 @@ def check_conversations(arguments: Mapping[str, Any], tokenizer: PreTrainedToken
 
 
 def check_assistant_loss(
-    args: TrainingArguments, example: Mapping[str, Any] | None, tokenizer: PreTrainedTokenizerBase
+    args: TrainingArguments, arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Raise UserError if only the assistant's turns are to be trained on, and an example is a text or has unmarked turns.
 
     Args:
         args: Settings of the training.
-        example: First example, or None.
+        arguments: Arguments of a trainer, of whose datasets the first examples are read.
         tokenizer: Tokenizer, whose chat template must mark the turns unless TRL knows it.
     """
-    if not getattr(args, "assistant_only_loss", False) or example is None:
+    if not getattr(args, "assistant_only_loss", False):
         return
+    for title, dataset in name_datasets(arguments):
+        example = read_first(dataset)
+        if example is not None:
+            _check_turns_of(title, example, args, tokenizer)
+
+
+def _check_turns_of(
+    title: str, example: Mapping[str, Any], args: TrainingArguments, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise UserError if the first example of a dataset is a text, or has turns that the chat template does not mark."""
     texts = [name for name in ("prompt", "completion", "text") if isinstance(example.get(name), str)]
     if texts:
         raise UserError(
-            f"`assistant_only_loss` must be false for examples without turns of an assistant, got the text `{texts[0]}`. Of a "
-            "pair of texts, only the completion is trained on."
+            f"`assistant_only_loss` must be false for examples without turns of an assistant, got the text `{texts[0]}` in "
+            f"{title}. Of a pair of texts, only the completion is trained on."
         )
     copies_template = getattr(args, "chat_template_path", None) is not None  # of another tokenizer
     if has_conversations(example) and not copies_template:

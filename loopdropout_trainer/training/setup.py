@@ -41,6 +41,7 @@ from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallba
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import check_devices, check_processes, float32_adapter
 from loopdropout_trainer.training.examples import (
+    RowReader,
     check_assistant_loss,
     check_columns,
     check_conversations,
@@ -53,7 +54,6 @@ from loopdropout_trainer.training.examples import (
     explain_row,
     hide_length_warnings,
     name_datasets,
-    read_first,
     skips_preparation,
 )
 from loopdropout_trainer.training.gating import GatingMixin
@@ -223,7 +223,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         if self._template_path is None and getattr(args, "eos_token", None) is None:
             check_end_token(tokenizer)
         self.check_rows_of(arguments)
-        check_assistant_loss(args, read_first(arguments.get("train_dataset")), tokenizer)
+        check_assistant_loss(args, arguments, tokenizer)
 
     def check_rows_of(self, arguments: dict[str, Any]) -> None:
         """Raise UserError if the examples lack columns, their tokenizer a chat template, or TRL cannot read one of them.
@@ -235,7 +235,8 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         check_columns(arguments, self.formats(args))
         if getattr(args, "chat_template_path", None) is None:  # else TRL copies another tokenizer's template
             check_conversations(arguments, tokenizer)
-            check_rows(arguments, self.formats(args), tokenizer.chat_template)
+            reader = RowReader(tokenizer.chat_template, getattr(args, "assistant_only_loss", False))
+            check_rows(arguments, self.formats(args), reader)
 
     def formats(self, args: GateConfig) -> Collection[Sequence[str]]:
         """Return the columns of each format of examples that TRL's trainer reads. Without any, columns are not checked."""

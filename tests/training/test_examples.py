@@ -22,7 +22,7 @@ from loopdropout_trainer.data import DataArguments, load_datasets, preview, read
 from loopdropout_trainer.data.formats import TEXTS
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
-from loopdropout_trainer.training.examples import check_rows
+from loopdropout_trainer.training.examples import RowReader, check_rows
 from loopdropout_trainer.training.setup import with_gates
 
 
@@ -173,7 +173,7 @@ def test_numbers_of_turns_become_texts(tmp_path, num_texts, number, is_stream):
         DataArguments(train_files=[str(tmp_path / "a.jsonl")]), load_tokenizer("tiny-ouro", chat_template="tulu2")
     )["train"]
     arguments = {"train_dataset": rows.to_iterable_dataset() if is_stream else rows, "eval_dataset": rows}
-    check_rows(arguments, TEXTS, None)
+    check_rows(arguments, TEXTS, RowReader(None))
     for dataset in arguments.values():
         assert [row["messages"] for row in dataset] == own["messages"]
         assert next(iter(dataset))["messages"][0]["content"] == str(number)
@@ -183,7 +183,7 @@ def test_rows_in_the_spelling_of_trl_stay():
     """Also if the name of a key has the name of a type of numbers."""
     rows = Dataset.from_list([{"messages": [{**QUESTION, "points": "x", "floats": None}, ANSWER]}] * 2)
     arguments = {"train_dataset": rows, "eval_dataset": None}
-    check_rows(arguments, TEXTS, None)
+    check_rows(arguments, TEXTS, RowReader(None))
     assert arguments["train_dataset"] is rows
 
 
@@ -438,9 +438,33 @@ def test_model_without_name_needs_its_tokenizer(config, dataset):
         SFT(tiny_ouro(), config(), train_dataset=dataset)
 
 
-def test_loss_of_turns_needs_turns(make_sft, dataset):
-    """TRL raises a long error after it has loaded the model."""
-    with user_error(
-        "`assistant_only_loss` must be false for examples without turns of an assistant, got the text `prompt`"
-    ):
+def test_loss_of_turns_needs_turns(make, make_sft, tokenizer, monkeypatch, dataset):
+    """TRL raises a long error after it has loaded the model, and names no row. Of held-out texts it says nothing."""
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
+    message = (
+        "`assistant_only_loss` must be false for examples without turns of an assistant, got the text `prompt` in"
+    )
+    with user_error(f"{message} `train_dataset`. Of a pair"):
         make_sft(rows=dataset, assistant_only_loss=True)
+    with user_error(f"{message} `eval_dataset`"):
+        make(SFT, CHAT, dataset, assistant_only_loss=True)
+    for row in ({"messages": TURNS[:1]}, {"prompt": TURNS, "completion": TURNS[:1]}):
+        target = [*row][-1]
+        sound = {"prompt": TURNS[:1], "completion": TURNS[1:], "messages": TURNS}
+        rows = Dataset.from_list([{name: sound[name] for name in row}, row])
+        for data, place in (
+            ((rows,), "Row 2 of `train_dataset`"),
+            ((rows.select([0]), rows), "Row 2 of `eval_dataset`"),
+        ):
+            with user_error(
+                f"^{place}: `{target}` must have a turn of the assistant, .* got the roles user. Remove the"
+            ):
+                make(SFT, *data, assistant_only_loss=True)
+    own = [
+        {"messages": [QUESTION, {"role": "model", "content": "2"}]}
+    ] * 2  # a role that the template marks as an answer
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content if m.role == 'model' }}{% endgeneration %}{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    check_rows({"train_dataset": Dataset.from_list(own)}, TEXTS, RowReader(template, assistant_only_loss=True))
