@@ -23,6 +23,12 @@ PAIRED_SEEDS = "A difference is over the seeds that both methods have"
 """Begin of the sentence about differences that leave out seeds, in tables and in figures."""
 
 
+EVALUATE_AGAIN = (
+    "Evaluate both again with the same `benchmark_limit`, because the limit or the file of the task has changed."
+)
+"""Sentence about two results on different problems of a task."""
+
+
 def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops: int | None = None) -> Comparison:
     """Return the accuracy of a run minus the accuracy of another one on the same problems, with a 95% interval and a p-value.
 
@@ -42,7 +48,7 @@ def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops:
     if not have_same_problems(samples, others):
         raise UserError(
             f"Both runs must be measured on the same problems of {task}, but {folder} has {len(samples)} and {baseline} has "
-            f"{len(others)} problems, which are not the same. Evaluate both with the same `benchmark_limit`."
+            f"{len(others)} problems, which are not the same. {EVALUATE_AGAIN}"
         )
     return compare_answers(samples, others)
 

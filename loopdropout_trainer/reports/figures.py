@@ -88,7 +88,7 @@ def overview_figure(results: pd.DataFrame) -> Any:
     from loopdropout_trainer.reports.plots import line_plot, mark_training_depth
 
     task = tasks_of(results.query("metric == 'accuracy'"))[0]
-    own = results.query("task == @task")
+    own = results.query("task == @task and not other_number")
     of_base = is_of_base(own)
     by_number = own[of_base & (own["metric"] == "last_number")].assign(method=f"{BASE_MODEL}, last number")
     accuracy = own.query("metric == 'accuracy'")

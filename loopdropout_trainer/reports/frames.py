@@ -47,6 +47,7 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.reports.problem_numbers import find_other_numbers
 from loopdropout_trainer.reports.result_choice import split_choices, split_repeated, split_replaced
 from loopdropout_trainer.reports.result_codes import number_codes
 from loopdropout_trainer.reports.unfinished import read_unfinished
@@ -76,6 +77,7 @@ IGNORED = {
     "training",
     "samples",
     "chose",
+    "other_number",
     *(f"recipe_{name}" for name in NO_EFFECT),
 }
 """Columns in which the results of one mean may differ."""
@@ -100,10 +102,10 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     """Return all results below the folders, with the columns that the comment at the top of this file lists.
 
     Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep),
-    `checkpoint` (its step, if a checkpoint was measured), `code` (`number_codes`), and `chose` (`_find_choosing`). Three kinds
-    of results are left out: those that repeat a measurement of a training itself, losses that only served the choice of a
-    learning rate, and those of weights that a later training replaced. `attrs["left_out"]` has a line about each kind, or is
-    "".
+    `checkpoint` (its step, if a checkpoint was measured), `code` (`number_codes`), `chose` (`_find_choosing`), and
+    `other_number` (`find_other_numbers`), whose results `select` leaves out. Three kinds of results are left out: those that
+    repeat a measurement of a training itself, losses that only served the choice of a learning rate, and those of weights that
+    a later training replaced. `attrs["left_out"]` has a line about each kind, or is "".
 
     If no training has results, those that have not ended have one result each, `unfinished_at`, for their losses. A line of
     `attrs["left_out"]` says so.
@@ -122,7 +124,10 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     rows, of_choice = split_choices(rows)
     rows, repeated = split_repeated(rows)
     results = _make_frame(rows)
-    left_out = describe_left_out_results({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
+    other_number = results[results["other_number"]].to_dict("records")
+    left_out = describe_left_out_results(
+        {OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced, OTHER_NUMBER: other_number}
+    )
     results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))
     return results
 
@@ -160,6 +165,7 @@ def _make_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     results["recipe_num_loops"] = _name_depths(results, depths)
     results["chose"] = _find_choosing(results)
     results["code"] = number_codes(results)
+    results["other_number"] = find_other_numbers(results, IGNORED)
     return results
 
 
@@ -251,6 +257,10 @@ REPEATED = (
 )
 OF_CHOICE = "they only served the choice of a learning rate. `diagnose` has measured all seeds alike."
 REPLACED = "later trainings replaced the measured weights. Measure the present ones again."
+OTHER_NUMBER = (
+    "other results of the same method are on another number of problems of the task, so they have no common mean. Evaluate "
+    "all seeds with the same `benchmark_limit`."
+)
 
 
 def describe_left_out_results(left_out: dict[str, list[dict[str, Any]]]) -> str:
@@ -284,7 +294,8 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
 
     Without `gates` and `loop` the gates are one. Without `num_loops` and `loop` the depth is the depth of the training.
     Without `checkpoint` the weights are the final ones. Without `task`, accuracies on problems that chose a learning rate are
-    left out. A `method` is named as in `has_method`.
+    left out, and without `n`, those on another number of problems than the other seeds (`find_other_numbers`). A `method` is
+    named as in `has_method`.
     """
     is_wanted = np.full(len(results), True)
     for name, value in wanted.items():
@@ -305,6 +316,8 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
         is_wanted &= results["checkpoint"].isna().to_numpy()
     if "task" not in wanted:
         is_wanted &= ~(results["chose"] & (results["metric"] == "accuracy")).to_numpy()
+    if "n" not in wanted:
+        is_wanted &= ~results["other_number"].to_numpy()
     return results[is_wanted]  # once, because a table of results has many columns
 
 

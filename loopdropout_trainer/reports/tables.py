@@ -21,7 +21,7 @@ from loopdropout_trainer.diagnostics import (
     explain_disagreements,
 )
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.reports.comparing import PAIRED_SEEDS, have_same_problems
+from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS, have_same_problems
 from loopdropout_trainer.reports.frames import (
     average,
     find_baseline,
@@ -228,9 +228,7 @@ def explain_differences(numbers: pd.DataFrame) -> list[str]:
     if "" in kinds:
         sentences.append("A difference of one seed has no interval, because the spread over seeds is not known.")
     if (numbers["test"] == OTHER_PROBLEMS).any():
-        sentences.append(
-            "Accuracies on other problems than those of LoRA have no difference. Measure both with the same `benchmark_limit`."
-        )
+        sentences.append(f"Accuracies on other problems than those of LoRA have no difference. {EVALUATE_AGAIN}")
     if EQUAL in kinds:
         sentences.append(f"A difference that is {EQUAL} has no interval, because its spread over seeds is not known.")
     return [" ".join(sentences)] if sentences else []

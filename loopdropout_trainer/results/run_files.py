@@ -54,6 +54,18 @@ step, or None for the base model. `num_loops` is the recurrence depth of the mea
 (without an adapter), "loop 1" or "1-1-0-0". `n` is the number of problems, examples or tokens.
 """
 
+DIAGNOSTIC_METRICS = (
+    "loss",
+    "loss_reduction",
+    "readout_loss",
+    "readout_token_accuracy",
+    "depth_loss",
+    "depth_token_accuracy",
+    "curvature",
+    "curvature_term",
+)
+"""Metrics of the diagnostics, whose `n` is a number of tokens."""
+
 _LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 
@@ -61,6 +73,8 @@ def write_results(
     output_dir: str | Path, rows: Iterable[Mapping[str, Any]], step: int = 0, training: str | None = None
 ) -> None:
     """Add results to `results.jsonl`; a result replaces the older one of the same measurement (`_key`).
+
+    A loss of the base model on other examples stays as long as another model in the folder is measured on them.
 
     Args:
         output_dir: folder of the run, created if it is missing.
@@ -76,7 +90,30 @@ def write_results(
             kept = [row for row in kept if row.get("step") in (None, step)]
             kept = [row for row in kept if row.get("training") in (None, training)]
         by_key = {_key(row): row for row in [*kept, *rows]}
-        write_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in by_key.values()))
+        written = [*_find_needed_losses(kept, by_key), *by_key.values()]
+        write_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written))
+
+
+def _find_needed_losses(
+    former: Iterable[Mapping[str, Any]], by_key: Mapping[frozenset, Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the replaced results of the base model on examples that another model in the folder is still measured on.
+
+    `diagnose` of one adapter on fewer examples measures the base model on them, too. The losses of the other adapters are
+    compared with those of the base model on the same examples, which have the same number of tokens.
+
+    Args:
+        former: Results that were in the folder before.
+        by_key: Results that replace them, by `_key`.
+    """
+    measured = {(row.get("task"), row.get("n")) for row in by_key.values() if not is_of_base(row)}
+    needed = []
+    for row in former:
+        is_on_others = by_key[_key(row)].get("n") != row.get("n")
+        is_loss = is_of_base(row) and row.get("metric") in DIAGNOSTIC_METRICS
+        if is_loss and is_on_others and (row.get("task"), row.get("n")) in measured:
+            needed.append(row)
+    return needed
 
 
 def read_results(*folders: str | Path) -> list[dict[str, Any]]:

@@ -174,9 +174,8 @@ def _describe_runs_below(folder: Path, name: str) -> str:
         runs += sorted(path.parent for path in recipes if holds_adapter(path.parent))  # and not a merged model
     if not runs:
         return ""
-    return (
-        f" It contains {count(len(runs), 'run')}. Name one of them, such as {Path(name, runs[0].relative_to(folder))}."
-    )
+    # Without their number, because deeper folders can have more.
+    return f" Name one of the runs in it, such as {Path(name, runs[0].relative_to(folder))}."
 
 
 def _only(adapters: list[Path], name: str) -> Path:

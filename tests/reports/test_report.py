@@ -580,6 +580,29 @@ def test_different_numbers_of_problems_have_a_column(tmp_path):
     assert [*accuracy_table(tmp_path).columns] == ["accuracy"]
 
 
+def test_seeds_on_another_number_of_problems_are_left_out(tmp_path):
+    """As after `evaluate` of one seed with another `benchmark_limit`. The number that most results have stays."""
+    for method in ("LoRA", "Loop Dropout"):
+        for seed in (1, 2):
+            write(tmp_path / method / str(seed), [{"value": 50.0 + seed}], method=method, seed=seed)
+    changed = {"method": "LoRA", "seed": 2, "value": 90.0, "n": 10}
+    write(tmp_path / "LoRA/2", [changed, {**changed, "gates": "loop 1", "loop": 1}])
+    write(tmp_path / "LoRA/1", [{"method": "LoRA", "value": 7.0, "gates": "loop 1", "loop": 1}])
+    results = frames.load_results(tmp_path)
+    assert results.attrs["left_out"] == (
+        f"Left out: 2 results in {tmp_path}/LoRA/2, because other results of the same method are on another number of "
+        "problems of the task, so they have no common mean. Evaluate all seeds with the same `benchmark_limit`."
+    )
+    figures.overview_figure(results)  # ended in an error, as the table did
+    table = accuracy_table(tmp_path).reset_index().set_index("method")
+    assert [*table["accuracy"]] == ["51.00", "51.50 ± 0.71"]
+    for n, expected in ((10, "90.00"), ([20], "51.00")):
+        assert cell(tmp_path, method="LoRA", n=n) == expected
+    write(tmp_path / "LoRA/3", [{**changed, "seed": 3, "n": 40}])  # a tie in the task
+    write(tmp_path / "LoRA/1", [{"value": 7.0, "n": 10, "seed": 1}])
+    assert cell(tmp_path, method="LoRA", show="seeds") == "7.00 / 90.00"
+
+
 @pytest.mark.parametrize("seeds", [(1,), (1, 2)])
 @pytest.mark.parametrize("problems", [range(12, 24), range(11)])
 def test_accuracies_on_other_problems_have_no_difference(problems, seeds, tmp_path):
@@ -595,7 +618,9 @@ def test_accuracies_on_other_problems_have_no_difference(problems, seeds, tmp_pa
     assert text == "other problems" and math.isnan(numbers["difference"])
     numbers = tables.accuracy_numbers(frames.load_results(tmp_path))
     (sentence,) = tables.explain_differences(numbers)
-    assert sentence.startswith("Accuracies on other problems than those of LoRA have no difference.")
+    assert sentence.startswith(
+        "Accuracies on other problems than those of LoRA have no difference. Evaluate both again"
+    )
     for path in tmp_path.glob("LoRA/*[0-9].jsonl"):
         path.unlink()
     expected = "other problems" if len(problems) == 11 else "+0.0"

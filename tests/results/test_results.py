@@ -8,6 +8,8 @@ from helpers.files import load_script, read_lines, write_lines
 from helpers.processes import ended, fork
 from loopdropout_trainer.jobs.progress import finish_run
 from loopdropout_trainer.reports.comparing import compare_runs
+from loopdropout_trainer.reports.frames import load_results
+from loopdropout_trainer.reports.loss_tables import make_loss_tables
 from loopdropout_trainer.results import run_files as results
 from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results.run_files import (
@@ -34,6 +36,20 @@ def test_write_results_replaces_equal_keys_only(tmp_path, column):
     write_results(tmp_path / "new", [ROW])
     write_results(tmp_path / "new", [newer, other])
     assert read_lines(tmp_path / "new/results.jsonl") == [newer, other]  # one flat object per line
+
+
+def test_base_losses_of_other_models_stay(tmp_path):
+    """`diagnose` of one adapter on fewer examples replaces its own losses only, until no model is measured on the others."""
+    loss = {**ROW, "metric": "depth_loss", "task": "development", "unit": "nats"}
+    base = {**loss, "method": "base model", "gates": "none", "seed": None, "step": None}
+    write_results(tmp_path, [base, loss, {**loss, "method": "CoTo"}])
+    for method, numbers in (("LoRA", [100, 40]), ("CoTo", [40])):
+        write_results(tmp_path, [{**base, "n": 40, "value": 60.0}])
+        write_results(tmp_path, [{**loss, "method": method, "n": 40, "value": 60.0}])
+        rows = read_lines(tmp_path / "results.jsonl")
+        assert [row["n"] for row in rows if row["method"] == "base model"] == numbers
+    tables = make_loss_tables(load_results(tmp_path))
+    assert [[*table.texts.index] for table in tables] == [["base model", "LoRA", "CoTo"]]
 
 
 def write_rows(folder, method):
@@ -230,7 +246,7 @@ def test_runs_are_compared_on_one_task_and_depth(tmp_path):
     with user_error(f"{other} was measured on at K = 8, got quiz. {measured} {command} quiz --eval_num_loops 8`"):
         compare_runs(ours, other, "quiz", num_loops=8)
     write_answers(other, "quiz", 8, [1] * 13)
-    with user_error("Both runs must be measured on the same problems of quiz, .* 12 and .* 13 problems"):
+    with user_error("Both runs must be measured on the same problems of quiz, .* 12 and .* 13 .* Evaluate both again"):
         compare_runs(ours, other, "quiz", num_loops=8)
     (tmp_path / "empty").mkdir()
     with user_error(f"{tmp_path}/empty was measured on, got quiz. It was measured on no task."):

@@ -290,7 +290,7 @@ def test_runs_in_a_folder_are_not_its_adapters(places, tmp_path, caplog):
     """Such as the run of `compare_with` in the folder of the first method, also before that one has an adapter."""
     both = tmp_path / "both"
     shutil.copytree(places["run"], both / "lora")
-    with user_error(f"The folder {both} holds neither .* It contains 1 run. Name one of them, such as {both}/lora."):
+    with user_error(f"The folder {both} holds neither .* Name one of the runs in it, such as {both}/lora."):
         find_source(both)
     for name in ("recipe.yaml", "run.json"):
         shutil.copy(places["run"] / name, both)
@@ -301,7 +301,7 @@ def test_runs_in_a_folder_are_not_its_adapters(places, tmp_path, caplog):
     assert "holds the trained adapters" not in caplog.text
     in_sweep = tmp_path / "sweep/lora/lr_0.1/seed_1"
     shutil.copytree(both, in_sweep)
-    with user_error(f"It contains 2 runs. Name one of them, such as {in_sweep}."):
+    with user_error(f"it is not a run. Name one of the runs in it, such as {in_sweep}."):
         find_source(tmp_path / "sweep/lora")
 
 
