@@ -22,13 +22,19 @@ def interleave(sizes: Sequence[int], shares: Sequence[float] | None = None) -> n
         sizes: Number of examples of each data set.
         shares: Share of each data set, whose sum is 1. Default: all examples of all of them.
     """
-    shares = np.array(sizes) / sum(sizes) if shares is None else np.array(shares)
-    total = min(np.array(sizes) / shares)
-    numbers = np.minimum(np.round(shares * total).astype(int), sizes)
-    starts = np.cumsum([0, *sizes[:-1]])
-    indices = [start + np.arange(number) for start, number in zip(starts, numbers, strict=True)]
-    places = [(np.arange(number) + 0.5) / share for number, share in zip(numbers, shares, strict=True)]
-    return np.concatenate(indices)[np.argsort(np.concatenate(places), kind="stable")]
+    if shares is None:
+        shares = np.array(sizes) / sum(sizes)
+    total = min(np.array(sizes) / np.array(shares))  # examples of the mixture, until the first data set is used up
+    numbers = np.minimum(np.round(np.array(shares) * total).astype(int), sizes)
+    indices, places = [], []
+    start = 0
+    for size, share, number in zip(sizes, shares, numbers, strict=True):
+        own_numbers = np.arange(number)
+        indices.append(start + own_numbers)
+        places.append((own_numbers + 0.5) / share)  # evenly spread over the mixture
+        start += size
+    order = np.argsort(np.concatenate(places), kind="stable")
+    return np.concatenate(indices)[order]
 
 
 def random_order(identity: str, seed: int) -> int:
