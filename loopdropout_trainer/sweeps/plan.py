@@ -43,9 +43,21 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
 
     Args:
         sweep: `Sweep` of recipes/sweep.py.
-        command: Command line of the sweep. None: it has started, so that no next command is printed.
+        command: Command line of the sweep. None: it has started, so that no next command is printed. If another process, such
+            as another task of an array, trains a run already, it has printed the plan, so that one line is enough.
+
+    Raises:
+        UserError: If there is a mistake in the data or in a recipe.
     """
     plan = describe_sweep_plan(sweep, _load_examples(sweep))
+    running = _find_running(sweep)
+    if command is None and running:
+        num_ended, total = sweep.count()
+        print(
+            f"This process joins the sweep in {sweep.output_dir}, where others train {count(len(running), 'run')} now: "
+            f"{num_ended} of {count(total, 'training')} have ended. `--dry_run true` prints the plan."
+        )
+        return
     if command is not None:  # else the sweep prints it before its first training
         plan["other code"] = describe_other_results(sweep)
     print(plan.pop("trainings"))
@@ -129,18 +141,23 @@ def print_commands(sweep: Any) -> None:
     Raises:
         UserError: If there is a mistake in the data or in a recipe, which would stop each run. A sweep checks the same.
     """
-    pending, running = sweep.pending(), []
+    pending = sweep.pending()
     if pending:
         _check_trainings(sweep)
+    running = _find_running(sweep)
     for run in pending:
-        if is_running(sweep.folder(run)):
-            running.append(run.name)
-        else:
+        if run.name not in running:
             print(shlex.join(sweep.command(run)))
     if running:
         print(
             f"{count(len(running), 'run')} without a command, being trained now: {', '.join(running)}", file=sys.stderr
         )
+
+
+def _find_running(sweep: Any) -> list[str]:
+    """Return the names of the runs that other processes train or measure now."""
+    runs = [run for run in sweep.pending() if sweep.folder(run).is_dir()]  # to look for a lock makes the folder
+    return [run.name for run in runs if is_running(sweep.folder(run))]
 
 
 def _check_trainings(sweep: Any) -> None:

@@ -1113,6 +1113,10 @@ def test_commands_leave_out_runs_that_other_processes_train(lab, capsys):
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1 and f"out/{third.name} " in printed.out.replace("/sweep_recipe.yaml", " ")
     assert printed.err == f"2 runs without a command, being trained now: {first.name}, {second.name}\n"
+    with lock_folder(lab.out / second.name):  # a further task of an array does not print the plan again
+        sweep.print_sweep_plan(lab.sweep())
+    joins = f"This process joins the sweep in {lab.out}, where others train 1 run now: 0 of 4 trainings have ended."
+    assert capsys.readouterr().out == f"{joins} `--dry_run true` prints the plan.\n"
     sweep.main(words)
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 3 and not printed.err
