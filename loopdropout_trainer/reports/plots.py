@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -211,61 +212,86 @@ def line_plot(
     """
     if "low" not in data:
         data = data.assign(low=data["mean"] - data["sd"], high=data["mean"] + data["sd"])
+    panels = [*data.groupby("panel", observed=True, sort=False)]
     labels = [*data["label"].unique()]
+    scales = _make_label_scales(labels, len(panels))
+    height = choose_height(len(panels), title, caption, labels)
+    figure = None
+    for place, (panel, own) in enumerate(panels):
+        axis = axes.loc[panel]
+        plot = _draw_lines(own, x) + scales
+        if gains is not None and panel in {*gains["panel"]}:
+            plot += _print_gains(gains[gains["panel"] == panel], x, own[x])
+        y_label = axis["y_label"]
+        if _begin_axis(own):
+            y_label += "\n(axis does not begin at 0)"
+        figure_title, figure_caption = None, None
+        if place == 0:  # the first panel has the texts of the figure
+            figure_title, figure_caption = title, caption
+        plot = decorate(plot, figure_title, axis["x_label"], y_label, len(panels), panel, figure_caption, height)
+        if place != len(panels) // 2:  # one legend for all panels
+            plot += p9.theme(legend_position="none")
+        figure = plot if figure is None else figure | plot  # next to each other
+    return figure
+
+
+def _make_label_scales(labels: Sequence[str], num_panels: int) -> list[Any]:
+    """Return the color, the marker and the line of each label. Labels of one method have its color."""
     methods = [label.split(", ")[0] for label in labels]
     by_method = _choose_colors(methods)
     colors = [by_method[method] for method in methods]
-    others = cycle("^v<>P*X")
+    other_shapes = cycle("^v<>P*X")
     shapes = []
     for label in labels:
-        shapes.append(SHAPES[label] if label in SHAPES else next(others))
+        shapes.append(SHAPES[label] if label in SHAPES else next(other_shapes))
+    texts = {"limits": labels, "labels": fit_legend(labels, num_panels)}
+    scales = [
+        p9.scale_color_manual(colors, **texts),
+        p9.scale_fill_manual(colors, **texts),
+        p9.scale_shape_manual(shapes, **texts),
+    ]
     lines = _choose_lines(methods)
-    panels = [(axes.loc[panel], own) for panel, own in data.groupby("panel", observed=True, sort=False)]
-    legend = fit_legend(labels, len(panels))
-    height = choose_height(len(panels), title, caption, labels)
-    plots = []
-    for place, (axis, own) in enumerate(panels):
-        ticks = sorted(own[x].unique())
-        has_few = len(ticks) <= MOST_TICKS
-        low, high = own["low"].min(), own["high"].max()
-        begin = low if 0 < high / 2 < low < high else 0
-        plot = (
-            p9.ggplot(own, p9.aes(x, "mean", color="label", fill="label", shape="label"))
-            + p9.geom_ribbon(p9.aes(ymin="low", ymax="high"), alpha=0.2, color="none", show_legend=False)
-            + p9.geom_line(size=1.1)
-            + p9.scale_color_manual(colors, limits=labels, labels=legend)
-            + p9.scale_fill_manual(colors, limits=labels, labels=legend)
-            + p9.scale_shape_manual(shapes, limits=labels, labels=legend)
-            + p9.expand_limits(y=[begin, high or 1])
-        )
-        alone = own[(own.groupby("label", observed=True)["mean"].transform("size") == 1) & (own["high"] > own["low"])]
-        if len(alone):  # a band of one point has no width
-            plot += p9.geom_linerange(p9.aes(ymin="low", ymax="high"), alone, size=1.1, show_legend=False)
-        if {*lines} != {"solid"}:
-            plot += p9.aes(linetype="label")
-            plot += p9.scale_linetype_manual(lines, limits=labels, labels=legend)
-        if has_few:
-            plot += p9.geom_point(size=2)
-            x_scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
-            labelled = space_ticks(ticks, is_log=x_scale is p9.scale_x_log10)
-            plot += x_scale(breaks=labelled, labels=[f"{tick:g}" for tick in labelled])
-        if gains is not None and axis.name in {*gains["panel"]}:
-            texts = gains[gains["panel"] == axis.name]
-            texts = texts.assign(text=texts["mean"].map("{:+.2f}".format), mean=texts["middle"])
-            plot += p9.expand_limits(x=ticks[-1] + 0.35 * (ticks[-1] - ticks[0]))  # room for the last text
-            plot += p9.geom_text(
-                p9.aes(x, "mean", label="text"), texts, inherit_aes=False, color=GRAY, size=8, ha="left", nudge_x=0.1
-            )
-        y_label = axis["y_label"] + ("\n(axis does not begin at 0)" if begin else "")
-        texts = (None, None) if place else (title, caption)  # the first panel has the texts of the figure
-        plot = decorate(plot, texts[0], axis["x_label"], y_label, len(panels), axis.name, texts[1], height)
-        if place != len(panels) // 2:  # one legend for all panels
-            plot += p9.theme(legend_position="none")
-        plots.append(plot)
-    figure = plots[0]
-    for plot in plots[1:]:
-        figure = figure | plot  # next to each other
-    return figure
+    if {*lines} != {"solid"}:
+        scales += [p9.aes(linetype="label"), p9.scale_linetype_manual(lines, **texts)]
+    return scales
+
+
+def _begin_axis(data: pd.DataFrame) -> float:
+    """Return the beginning of the vertical axis of a panel: zero, unless all values would be in its upper half."""
+    low, high = data["low"].min(), data["high"].max()
+    return low if 0 < high / 2 < low < high else 0
+
+
+def _draw_lines(data: pd.DataFrame, x: str) -> p9.ggplot:
+    """Return the lines of a panel with their bands. Few values on the horizontal axis have ticks and markers."""
+    plot = (
+        p9.ggplot(data, p9.aes(x, "mean", color="label", fill="label", shape="label"))
+        + p9.geom_ribbon(p9.aes(ymin="low", ymax="high"), alpha=0.2, color="none", show_legend=False)
+        + p9.geom_line(size=1.1)
+        + p9.expand_limits(y=[_begin_axis(data), data["high"].max() or 1])
+    )
+    num_points = data.groupby("label", observed=True)["mean"].transform("size")
+    alone = data[(num_points == 1) & (data["high"] > data["low"])]
+    if len(alone):  # a band of one point has no width
+        plot += p9.geom_linerange(p9.aes(ymin="low", ymax="high"), alone, size=1.1, show_legend=False)
+    ticks = sorted(data[x].unique())
+    if len(ticks) <= MOST_TICKS:
+        plot += p9.geom_point(size=2)
+        is_log = ticks[-1] >= 16 * ticks[0] > 0
+        breaks = space_ticks(ticks, is_log)
+        make_scale = p9.scale_x_log10 if is_log else p9.scale_x_continuous
+        plot += make_scale(breaks=breaks, labels=[f"{tick:g}" for tick in breaks])
+    return plot
+
+
+def _print_gains(gains: pd.DataFrame, x: str, values: pd.Series) -> list[Any]:
+    """Return the texts of the gains of a panel, with room for the last one next to the values of its horizontal axis."""
+    texts = gains.assign(text=gains["mean"].map("{:+.2f}".format), mean=gains["middle"])
+    room = 0.35 * (values.max() - values.min())
+    text = p9.geom_text(
+        p9.aes(x, "mean", label="text"), texts, inherit_aes=False, color=GRAY, size=8, ha="left", nudge_x=0.1
+    )
+    return [p9.expand_limits(x=values.max() + room), text]
 
 
 def space_ticks(ticks: Sequence[float], is_log: bool = False) -> list[float]:
