@@ -47,6 +47,7 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.reports.base_names import unify_base_names
 from loopdropout_trainer.reports.problem_numbers import find_other_numbers
 from loopdropout_trainer.reports.result_choice import split_choices, split_repeated, split_replaced
 from loopdropout_trainer.reports.result_codes import number_codes
@@ -151,6 +152,7 @@ def _set_runs(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         row["run"] = training_folder(row, runs)
         _set_recipe(row, read_once)
+    unify_base_names(rows)
 
 
 def _make_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:

@@ -45,6 +45,7 @@ from loopdropout_trainer.reports.saved_tables import TableText
 from loopdropout_trainer.results.run_files import read_results, write_results, write_run
 from loopdropout_trainer.results.sweep_folder import SweepRun, update_summary
 from loopdropout_trainer.saving.checkpoints import load_state
+from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.settings.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.sweeps.summary import print_lowest
 
@@ -601,6 +602,21 @@ def test_seeds_on_another_number_of_problems_are_left_out(tmp_path):
     write(tmp_path / "LoRA/3", [{**changed, "seed": 3, "n": 40}])  # a tie in the task
     write(tmp_path / "LoRA/1", [{"value": 7.0, "n": 10, "seed": 1}])
     assert cell(tmp_path, method="LoRA", show="seeds") == "7.00 / 90.00"
+
+
+def test_copies_of_a_base_model_have_one_name(tmp_path):
+    """Their trainings ran in different places. Without the same digest of the weights, their seeds have no common mean."""
+    base = {"method": "base model", "gates": "none", "seed": None, "value": 20.0}
+    for seed, place in ((1, "/home/base"), (2, "/scratch/base")):
+        recipe = {"model_name_or_path": place}
+        write(tmp_path / str(seed), [{"value": 50.0 + seed}, base], recipe, seed=seed, training=f"id {seed}")
+        write_metadata(tmp_path / str(seed), {"base_weights": "abc"})
+    assert accuracy_table(tmp_path)["accuracy"].to_dict() == {
+        ("b", "4", "base model"): "20.00",
+        ("b", "4", "LoRA"): "51.50 ± 0.71",
+    }
+    write_metadata(tmp_path / "2", {"base_weights": "other"})
+    assert len(accuracy_table(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("seeds", [(1,), (1, 2)])
