@@ -9,6 +9,7 @@ import numpy as np
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.examples import Examples, LeftOut, read_numbers
 from loopdropout_trainer.data.preparations import PREPARATIONS
+from loopdropout_trainer.data.repeats import OF_HELD_OUT
 from loopdropout_trainer.errors import UserError, count
 
 
@@ -39,7 +40,7 @@ def split_examples(
     held_out = examples.select(chosen) if eval_examples is None else eval_examples
     is_repeated = _find_repeats(examples, held_out)[preferred]
     if is_repeated.any():
-        left_out.append(LeftOut(int(is_repeated.sum()), "examples", "they repeat a held-out example"))
+        left_out.append(LeftOut(int(is_repeated.sum()), "examples", f"they repeat {OF_HELD_OUT}"))
     preferred = preferred[~is_repeated]
     if eval_examples is not None and not len(preferred):
         raise UserError("The data must have an example that is not in `eval_files`, got none.")

@@ -15,6 +15,7 @@ from loopdropout_trainer.costs.trainings import (
     name_trainings,
 )
 from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
+from loopdropout_trainer.data.repeats import describe_repeats
 from loopdropout_trainer.data.sources import describe_other_share, differ_in_text
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.terminal import titled
@@ -49,8 +50,7 @@ def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, ar
         length = f"{steps}, {about}{epochs}"
     lines = [f"{num_examples:,}{packed}, {held_out}, {length}"]
     if loaded.num_repeats:
-        verb = "repeats" if loaded.num_repeats == 1 else "repeat"
-        lines.append(f"{loaded.num_repeats:,} of the {num_examples:,} examples {verb} another one")
+        lines.append(describe_repeats(loaded.num_repeats, num_examples))
     for source, trained_share in zip(loaded.sources, loaded.trained_shares, strict=True):
         line = f"{source.num_train:,} of the {source.size:,} examples of {source.title}"
         if source.share is not None and differ_in_text(source.share, trained_share):

@@ -18,8 +18,6 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 from trl import SFTTrainer
 
-from loopdropout_trainer.data import LeftOut
-from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
@@ -30,13 +28,13 @@ from loopdropout_trainer.saving.checkpoints import load_state, number_training
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
     collate_with_example_ids,
-    has_target,
     has_targets,
     reads_padding,
     score_targets_only,
 )
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
+from loopdropout_trainer.training.example_counts import check_lengths, describe_repeated, warn_of_cut
 from loopdropout_trainer.training.examples import hide_length_warnings, name_datasets, read_first
 from loopdropout_trainer.training.resuming import describe_resuming, describe_training_data, find_resumable
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
@@ -202,6 +200,8 @@ class GateSamplingMixin(AdapterTrainingMixin):
         if self.is_world_process_zero():
             if self.recipe is None:  # else the plan of a command has said it
                 tqdm.write(describe_what_trains(self.model, self.saved_settings(), checkpoint is not None))
+                for sentence in describe_repeated(self):
+                    logger.warning(sentence)
             log_start(self.model, self.start, checkpoint)
             rows = self.args.rows_per_process
             warning = describe_mean(self.rule, num_loops, self.physical_layers, rows, self.gate_seed)
@@ -315,13 +315,22 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         self.args.assistant_only_loss = self._assistant_only_loss
         if self.padding_free:
             self.data_collator = functools.partial(collate_with_example_ids, self.data_collator)
-        self._check_lengths()
+        check_lengths(self)
         if self.looped.reads_prompts:
             self._check_prompts()
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         """Prepare examples as TRL does, but packed rows only once. TRL would pack them again and lose where examples begin."""
         if "seq_lengths" not in (dataset.column_names or ()):
+            if isinstance(dataset, Dataset) and args.max_length is not None:
+                # TRL makes tokens and cuts them in one call. The examples that it cuts are counted between the two.
+                whole = copy.copy(args)
+                whole.max_length, whole.shuffle_dataset = None, False
+                dataset = super()._prepare_dataset(
+                    dataset, processing_class, whole, False, formatting_func, dataset_name
+                )
+                warn_of_cut(dataset, args, packing, dataset_name)
+                formatting_func = None  # which has made the texts already
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if args.shuffle_dataset:
             return dataset.shuffle(seed=args.seed)
@@ -335,31 +344,6 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
             args = copy.copy(args)
             args.shuffle_dataset = False
         return self._prepare_dataset(dataset, self.processing_class, args, packing, self.formatting_func, name)
-
-    def _check_lengths(self) -> None:
-        """Warn if TRL has left out examples whose prompt fills `max_length`, which it does not say.
-
-        Raises:
-            UserError: If no example of a dataset is left, or none has a token to train on, so that the loss would be zero.
-        """
-        length = self.args.max_length
-        for title, dataset in name_datasets(vars(self)):
-            is_prepared = isinstance(dataset, Dataset) and "labels" in dataset.column_names
-            if not is_prepared or title not in self.num_given:
-                continue
-            num_left, given = len(dataset), self.num_given[title]
-            if num_left < given and not self.args.packing:
-                noun = f"examples of the {given:,} in {title}"
-                reason = f"they have no token to train on among the first {length:,} (`max_length`)"
-                logger.warning(LeftOut(given - num_left, noun, reason).sentence())
-            rows = dataset.select_columns("labels").with_format(None)
-            if not any(has_target(row["labels"]) for row in rows):
-                reason = "their texts are empty"
-                if length is not None:
-                    reason += f" or their prompts have {length:,} tokens (`max_length`) or more"
-                raise UserError(
-                    f"{title} must have a token to train on, got {count(given, 'example')} without one, because {reason}."
-                )
 
     def _check_prompts(self) -> None:
         """Raise UserError, before the training, if the model cannot mark the prompt of an example. Streams are not read."""

@@ -22,6 +22,7 @@ from loopdropout_trainer.data import DataArguments, load_datasets, preview, read
 from loopdropout_trainer.data.formats import TEXTS
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
+from loopdropout_trainer.training.example_counts import describe_repeated
 from loopdropout_trainer.training.examples import RowReader, check_rows
 from loopdropout_trainer.training.setup import with_gates
 
@@ -296,6 +297,29 @@ def test_examples_longer_than_max_length_are_counted(make, log):
         "1 example of the 3 in `train_dataset` is left out, because it has no token to train on among the first 10 "
         "(`max_length`).\n"
     ) in log.text
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_cut_and_repeated_examples_are_counted(make, log, packing):
+    """TRL trains on them without a word. A repeat of a held-out example is a third kind, and streams are not read."""
+    texts = ["1 + 1 = 2", "1 + 1 = 2", "2 + 2 = 4", "3 + 3 = 6" * 9, "3 + 3 = 6" * 8]
+    rows = Dataset.from_list([{"text": text} for text in texts])
+    held_out = {"new": rows.select([2, 3]), "short": Dataset.from_list([{"text": "9"}])}
+    trainer = make(SFT, rows, held_out, max_length=20, max_steps=1, packing=packing)
+    cut = "because {} more than 20 tokens (`max_length`). A recipe and `load_datasets` leave such examples out"
+    assert f"2 of the 5 examples in `train_dataset` are cut, {cut.format('they have')}" in log.text
+    assert f"1 of the 2 examples in `eval_dataset['new']` is cut, {cut.format('it has')}" in log.text
+    assert "short" not in log.text and max(map(len, trainer.train_dataset["input_ids"])) == 20
+    repeated = [
+        "2 of the 5 examples in `train_dataset` repeat another one.",  # of the cut ones, too
+        "3 of the 5 examples in `train_dataset` repeat a held-out example of `eval_dataset['new']`, so the held-out loss is "
+        "too low. A recipe leaves such examples out.",
+    ]
+    assert describe_repeated(trainer) == repeated
+    trainer.train()
+    assert all(sentence in log.text for sentence in repeated)
+    trainer.train_dataset = rows.to_iterable_dataset().map(lambda row: {"input_ids": [2], "labels": [2]})
+    assert describe_repeated(trainer) == []
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
