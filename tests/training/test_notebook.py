@@ -186,7 +186,7 @@ def test_cards_of_python_have_the_facts_of_a_run(train, make_sft, tmp_path):
 
 
 def test_named_data_is_in_the_card(make_sft, dataset):
-    named = dataset.select(range(8))
+    named = dataset.select(range(1, 9))  # rows of no other test, whose tokens would be kept without the name
     named.info.dataset_name = "capybara"
     trainer = make_sft(rows=named, max_steps=1)
     trainer.train()
