@@ -140,43 +140,51 @@ def _collect(
 ) -> list[dict[str, Any]]:
     """Return the results of lm-eval's evaluation of a task, and write its samples."""
     leaves = leaves_of(task)
-    numbers = evaluation["results"][leaves[0].task_name]
+    numbers = evaluation["results"][leaves[0].task_name]  # by METRIC,FILTER, and the standard errors
     keys = [key for key in numbers if "," in key and "_stderr," not in key]
     main_key = keys[0]  # a task lists its main metric first
     main_metric, main_filter = main_key.split(",", 1)
     samples = _group_samples(leaves, evaluation)
     lines = pd.DataFrame([_make_line(sample, main_metric) for sample in samples[main_filter]])
     shared = {"task": name, **lm.columns}
-
-    def percentage(metric: str, values: Sequence[float], **columns: str) -> dict[str, Any]:
-        row = {"metric": metric, **columns, **shared, "n": len(values)}
-        return {**row, "value": 100 * float(np.mean(values)), "unit": "%"}
-
     by_key = {}
     for key in keys:
         metric, filter_name = key.split(",", 1)
         values = [sample.get(metric) for sample in samples[filter_name]]
-        if all(isinstance(value, Real | np.bool_) and 0 <= value <= 1 for value in values):
-            by_key[key] = percentage("accuracy" if key == main_key else _name_metric(key, main_metric), values)
-        elif len(leaves) == 1:
-            row = {"metric": _name_metric(key, main_metric), **shared, "n": len(lines)}
-            by_key[key] = {**row, "value": float(numbers[key]), "unit": ""}
+        if _are_scores(values):
+            title = "accuracy" if key == main_key else _name_metric(key, main_metric)
+            by_key[key] = _make_percentage(title, values, shared)
+        elif len(leaves) == 1:  # lm-eval has the number of the task
+            title = _name_metric(key, main_metric)
+            by_key[key] = {"metric": title, **shared, "n": len(lines), "value": float(numbers[key]), "unit": ""}
         else:
             logger.warning(
                 f"`{metric}` of {name} is not reported, because {name} has several tasks and the values are not from 0 to 1. "
                 "Evaluate the tasks one by one."
             )
+    main_row = by_key.get(main_key)
     rows = [*by_key.values()]
     if lines["completion"].notna().all():
-        rows.append(percentage("missing", ~lines["answered"]))
-    if main_key in by_key and by_key[main_key]["metric"] == "accuracy":
+        rows.append(_make_percentage("missing", ~lines["answered"], shared))
+    if main_row is not None and main_row["metric"] == "accuracy":
         for column, groups in _group_problems(lines):
-            rows += [percentage(f"accuracy_by_{column}", correct, group=str(group)) for group, correct in groups]
+            for group, correct in groups:
+                rows.append(_make_percentage(f"accuracy_by_{column}", correct, {"group": str(group), **shared}))
     if output_dir is not None:
         file = _write_samples(lm, name, lines, output_dir)
-        if main_key in by_key:  # whose values the samples have
-            by_key[main_key]["samples"] = file
+        if main_row is not None:  # whose values the samples have
+            main_row["samples"] = file
     return rows
+
+
+def _are_scores(values: Iterable[Any]) -> bool:
+    """Return whether each value is a number from 0 to 1."""
+    return all(isinstance(value, Real | np.bool_) and 0 <= value <= 1 for value in values)
+
+
+def _make_percentage(metric: str, scores: Sequence[float], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result: the mean of scores from 0 to 1, in percent. `shared`: further columns."""
+    return {"metric": metric, **shared, "n": len(scores), "value": 100 * float(np.mean(scores)), "unit": "%"}
 
 
 def _group_problems(lines: pd.DataFrame) -> Iterator[tuple[str, Iterable[tuple[Any, pd.Series]]]]:

@@ -91,21 +91,13 @@ class LoopedLM(HFLM):
         if isinstance(pretrained, str):
             source = find_source_of(pretrained, adapter, revision)
             source.check_run(num_loops, gates)
-            pretrained = load(
-                source,
-                num_loops=num_loops,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                device=_choose_device(device, state),
-            )
+            device = _choose_device(device, state)
+            options = {"dtype": dtype, "attn_implementation": attn_implementation, "device": device}
+            pretrained = load(source, num_loops=num_loops, **options)
             tokenizer = source.load_tokenizer(chat_template)
-        if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in pretrained.parameters()):
-            raise UserError(
-                "The model's weights must be complete in each process, but they are sharded. Leave `benchmarks` out of the "
-                "training, and evaluate the saved adapter with `loopdropout evaluate`."
-            )
-        options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}
-        super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **options)
+        _check_complete(pretrained)
+        lm_eval_options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}
+        super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **lm_eval_options)
         self.looped = attach_looped_model(pretrained)
         if num_loops is None:
             num_loops = self.looped.num_loops
@@ -303,6 +295,15 @@ class LoopedLM(HFLM):
 
     def barrier(self):
         PartialState().wait_for_everyone()
+
+
+def _check_complete(model: nn.Module) -> None:
+    """Raise UserError if this process has only a part of the weights, as under FSDP (`DTensor`) and DeepSpeed (`ds_id`)."""
+    if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters()):
+        raise UserError(
+            "The model's weights must be complete in each process, but they are sharded. Leave `benchmarks` out of the "
+            "training, and evaluate the saved adapter with `loopdropout evaluate`."
+        )
 
 
 def _choose_device(device: str | None, state: PartialState) -> str | torch.device:
