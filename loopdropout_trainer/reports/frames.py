@@ -139,6 +139,11 @@ def _advise_measuring(folders: Sequence[str | Path]) -> str:
         if is_checkpoint(folder):
             command = join_command("report", folder.parent, "--checkpoints", "true")
             return f"The results of an evaluated checkpoint are in the folder of its run: `{command}`."
+        if any(folder.rglob("cache/answers_*.jsonl")):
+            return (
+                "An evaluation there was stopped before its first result. The same `loopdropout evaluate` command continues "
+                "it with the answers that it has kept."
+            )
     return "Train or evaluate first."
 
 

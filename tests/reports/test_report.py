@@ -443,6 +443,11 @@ def test_select_defaults_to_trained_depth_and_gates(tmp_path):
 def test_load_results_joins_evaluation_and_training(tmp_path):
     with user_error("There are no results below .* Train or evaluate first"):
         frames.load_results(tmp_path)
+    answers = tmp_path / "killed/cache/answers_1_rank0.jsonl"
+    answers.parent.mkdir(parents=True)
+    answers.touch()
+    with user_error("There are no results below .*/killed. An evaluation there was stopped before its first result."):
+        frames.load_results(tmp_path / "killed")
     with user_error(f"in the folder of its run: `loopdropout report {tmp_path} --checkpoints true`"):
         (tmp_path / "checkpoint-2").mkdir()
         frames.load_results(tmp_path / "checkpoint-2")
