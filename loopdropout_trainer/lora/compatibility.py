@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
+from loopdropout_trainer.bounds import ADAPTER_BOUNDS, Bounds
 from loopdropout_trainer.errors import UserError, check_type, closest_match, first_line, short_repr
 from loopdropout_trainer.looped import check_not_compiled, find_looped_model
 
@@ -100,12 +101,11 @@ def _make_config(fields: Mapping[str, Any]) -> LoraConfig:
 
 def _check_values(config: LoraConfig) -> None:
     """Raise UserError for a field whose type or value PEFT finds wrong only in its layers."""
-    for name in ("r", "lora_alpha", "lora_dropout"):
-        check_type(f"`{name}`", getattr(config, name), _SAVED_TYPES[name])
-    if config.r < 1:
-        raise UserError(f"`r` must be at least 1, got {config.r}.")
-    if not 0 <= config.lora_dropout < 1:
-        raise UserError(f"`lora_dropout` must be a number in [0, 1), got {config.lora_dropout}.")
+    for name, limits in ADAPTER_BOUNDS.items():
+        value, bounds = getattr(config, name), Bounds(**limits)
+        check_type(f"`{name}`", value, _SAVED_TYPES[name])
+        if not bounds.allow(value):
+            raise UserError(f"`{name}` must be {bounds}, got {value}.")
     targets = config.target_modules
     if targets is not None and (not isinstance(targets, str | list | set | tuple) or len(targets) == 0):
         raise UserError(

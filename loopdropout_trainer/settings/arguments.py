@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from loopdropout_trainer.bounds import ADAPTER_BOUNDS
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import MOST_LOOPS, find_looped_model
 from loopdropout_trainer.rewards import REWARDS
@@ -135,9 +136,9 @@ class AdapterArguments:
         None,
         "Adapter (folder or `user/name@branch`) to start from, with its own rank and layers. Default: a new adapter.",
     )
-    lora_r: int = option(16, "Rank of the adapter.", at_least=1, at_most=65536)
-    lora_alpha: int = option(32, "Scale of the update, (alpha / r) B A.", at_least=1)
-    lora_dropout: float = option(0.0, "Dropout on the adapter's input.", at_least=0, below=1)
+    lora_r: int = option(16, "Rank of the adapter.", **ADAPTER_BOUNDS["r"])
+    lora_alpha: int = option(32, "Scale of the update, (alpha / r) B A.", **ADAPTER_BOUNDS["lora_alpha"])
+    lora_dropout: float = option(0.0, "Dropout on the adapter's input.", **ADAPTER_BOUNDS["lora_dropout"])
     lora_target_modules: list[str] | None = option(
         None, "Adapted layers. Default: all linear projections of the recurrent block."
     )

@@ -13,8 +13,8 @@ from numbers import Real
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from loopdropout_trainer.bounds import Bounds
 from loopdropout_trainer.errors import UserError, describe_type, find_unusable, short_repr
-from loopdropout_trainer.settings.bounds import Bounds
 from loopdropout_trainer.settings.library_fields import LIBRARY_FIELDS
 
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from loopdropout_trainer.settings.bounds import Bounds
+from loopdropout_trainer.bounds import Bounds
 from loopdropout_trainer.settings.fields import metadata_of
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from loopdropout_trainer.settings.bounds import Bounds
+from loopdropout_trainer.bounds import Bounds
 
 
 def _inherited(

@@ -15,10 +15,10 @@ import pytest
 
 from helpers.errors import user_error
 from helpers.files import load_script
+from loopdropout_trainer.bounds import Bounds
 from loopdropout_trainer.cli import scripts
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.jobs.job import Job
-from loopdropout_trainer.settings.bounds import Bounds
 from loopdropout_trainer.settings.fields import metadata_of, single_types
 from loopdropout_trainer.settings.library_fields import LIBRARY_FIELDS
 from loopdropout_trainer.settings.recipe import build, parse, read_settings

@@ -17,7 +17,7 @@ from helpers.files import ROOT
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
-arithmetic memory renames terminal
+arithmetic bounds memory renames terminal
 errors
 files gates limits reruns rewards
 gate_state tokenizers
@@ -40,7 +40,7 @@ APART = {
     "gate_state": {*BASE, "reruns"},
     "looped": MEETING,
     "gates": BASE,
-    "lora": MEETING,
+    "lora": {*MEETING, "bounds"},
     "models": MEETING,
 }
 """Places that meet in `gate_state.py` and `looped.py` only."""

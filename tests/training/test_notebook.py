@@ -775,9 +775,11 @@ def test_second_adapter_on_a_base_model_raises(saved):
     [
         ({"rank": 4}, "`rank` is not a field of `LoraConfig`. Did you mean 'r'"),
         ({"r": "a"}, "`r` must be an integer, got 'a'"),
-        ({"r": 0}, "`r` must be at least 1, got 0"),
+        ({"r": 0}, "`r` must be at least 1 and at most 65,536, got 0"),
+        ({"r": 65537}, "`r` must be at least 1 and at most 65,536, got 65537"),
+        ({"lora_alpha": 0.5}, "`lora_alpha` must be at least 1, got 0.5"),
         ({"lora_alpha": None}, "`lora_alpha` must be a number, got None"),
-        ({"lora_dropout": 1}, r"`lora_dropout` must be a number in \[0, 1\), got 1"),
+        ({"lora_dropout": 1}, "`lora_dropout` must be at least 0 and below 1, got 1"),
         ({"target_modules": 5}, "`target_modules` must be a list of names, .* got 5"),
         ({"target_modules": []}, "`target_modules` must be a list of names, .* got set"),
         ({"target_modules": ["all-linear", "q_proj"]}, "`all-linear` must be the only target module"),

@@ -49,3 +49,11 @@ class Bounds:
 
 def _number(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+ADAPTER_BOUNDS = {
+    "r": {"at_least": 1, "at_most": 65536},
+    "lora_alpha": {"at_least": 1},
+    "lora_dropout": {"at_least": 0, "below": 1},
+}
+"""Bounds of the numbers of a LoRA configuration, by the names of PEFT. A recipe and a program have the same ones."""
