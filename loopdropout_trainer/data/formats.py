@@ -381,7 +381,15 @@ def has_text(name: str, target: Any) -> bool:
     if not isinstance(target, list):
         return False
     answers = [turn for turn in turns if turn["role"] == "assistant"]
-    return any(turn.get("tool_calls") or has_text("content", turn.get("content")) for turn in answers)
+    return any(turn.get("tool_calls") or _has_content(turn) for turn in answers)
+
+
+def _has_content(turn: Mapping[str, Any]) -> bool:
+    """Return whether the content of a turn is not empty. It can be a list of parts, such as texts."""
+    content = turn.get("content")
+    if isinstance(content, str):
+        return bool(content.strip())
+    return isinstance(content, list) and bool(content)
 
 
 def find_features(example: Mapping[str, Any]) -> Features | None:

@@ -82,7 +82,8 @@ def load_training_examples(
             "`num_eval_examples` must be at least 1, or `eval_files` must be set, if `eval_strategy` is "
             f"{word_of(args.eval_strategy)}, because there is no held-out example."
         )
-    check_assistant_loss(args, loaded.datasets["train"][0], tokenizer)
+    datasets = {"the training data": loaded.datasets["train"], "the held-out data": loaded.datasets.get("eval")}
+    check_assistant_loss(args, datasets.items(), tokenizer)
     return loaded
 
 

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, IterableDataset, Json
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import cached_file
 
-from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.columns import check_one_format
 from loopdropout_trainer.data.files import error_in_row
 from loopdropout_trainer.data.formats import (
-    check_answer,
-    check_complete,
-    check_contents,
-    check_roles,
-    check_turns,
     find_format,
     guess_columns,
     is_alpaca,
-    join_text_parts,
     to_messages,
     wrong_columns,
 )
@@ -111,16 +104,13 @@ def hide_length_warnings(args: Any) -> Iterator[None]:
 _SHAREGPT = ("conversations",)
 """Columns of ShareGPT's format."""
 
-_NAMES = {"conversations": "messages"}
-"""TRL's names of columns in other formats."""
-
-_DATASETS = ("train_dataset", "eval_dataset", "test_dataset")
+DATASETS = ("train_dataset", "eval_dataset", "test_dataset")
 """Arguments with datasets: of a trainer, of its `evaluate` and of its `predict`."""
 
 
 def name_datasets(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the datasets among the arguments of a trainer or of its methods, each with its name in messages."""
-    for argument in _DATASETS:
+    for argument in DATASETS:
         if argument not in arguments:
             continue
         dataset = arguments[argument]
@@ -208,113 +198,12 @@ def _check_one_format(
     title: str, dataset: Any, example: Mapping[str, Any], formats: Collection[Sequence[str]]
 ) -> None:
     """Raise UserError if rows of a dataset have different formats, each in columns that are empty in the other rows."""
-    columns = _find_columns(example, formats)
+    columns = find_columns(example, formats)
     known = [name for name in dict.fromkeys(itertools.chain(*formats, _SHAREGPT)) if name in example]
     if not isinstance(dataset, Dataset) or not columns or {*known} == {*columns}:
         return
     rows = enumerate(dataset.select_columns(known).with_format(None), start=1)
     check_one_format(title, rows, columns, [*formats, _SHAREGPT], lambda number: f"row {number:,} of {title}")
-
-
-class RowReader(NamedTuple):
-    """How a training reads rows.
-
-    Attributes:
-        chat_template: Text of the chat template, a mapping of several ones, or None.
-        assistant_only_loss: Whether only the assistant's turns are trained on.
-    """
-
-    chat_template: Any
-    assistant_only_loss: bool = False
-
-    def write(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns that TRL makes tokens of, with conversations as the chat template reads them."""
-        example = {}
-        for name, value in row.items():
-            example[_NAMES.get(name, name)] = to_messages(join_text_parts(value, self.chat_template))
-        return example
-
-    def check(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """Return the columns as `write` does, or raise UserError for a wrong row.
-
-        Args:
-            row: Columns that TRL makes tokens of.
-            place: Place of the row, such as "row 4 of `train_dataset`".
-        """
-        example = self.write(row)
-        try:
-            for name, turns in example.items():
-                check_turns(name, turns)
-                check_roles(turns, self.chat_template)
-                check_contents(turns, self.chat_template)
-            check_complete(example)
-            if self.assistant_only_loss:
-                target = list(example)[-1]  # the completion of a pair, whose prompt is not trained on
-                check_answer(target, example[target])
-        except UserError as error:
-            raise error_in_row(place, error) from None
-        return example
-
-
-def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], reader: RowReader) -> None:
-    """Raise UserError for the first row that TRL cannot read, or whose turns have a role that is a mistake.
-
-    Conversations become as in the examples of a recipe: ShareGPT's keys and roles are renamed, and numbers and parts that are
-    texts become texts. A stream can be endless, so each of its rows is checked when the training reads it.
-
-    Args:
-        arguments: Arguments of a trainer. Streams are replaced by streams that check their rows, and datasets with
-            conversations in another spelling by ones in TRL's.
-        formats: Columns of each format that the trainer reads.
-        reader: How the training reads rows.
-    """
-    checked = {}
-    for title, dataset in name_datasets(arguments):
-        checked[title] = dataset
-        columns = _find_columns(read_first(dataset), formats)
-        if columns and isinstance(dataset, Dataset):
-            checked[title] = _check_dataset(title, dataset, columns, reader)
-        elif columns and isinstance(dataset, IterableDataset):
-            checked[title] = _check_stream(title, dataset, columns, reader)
-    for argument in _DATASETS:
-        if f"`{argument}`" in checked:
-            arguments[argument] = checked[f"`{argument}`"]
-        elif argument in arguments:
-            arguments[argument] = {name: checked[f"`{argument}[{name!r}]`"] for name in arguments[argument]}
-
-
-def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], reader: RowReader) -> Dataset:
-    """Check each row, and return the dataset with conversations in TRL's spelling, or itself if all of them are in it."""
-    rows = dataset.select_columns(list(columns)).with_format(None)
-    is_other = False
-    for number, row in enumerate(rows, start=1):
-        is_other |= reader.check(row, f"row {number:,} of {title}") != row
-    if not is_other:
-        return dataset
-    # `Json` keeps each value as it is.
-    types = {name: feature for name, feature in dataset.features.items() if name not in columns}
-    for name in columns:
-        types[_NAMES.get(name, name)] = Json() if isinstance(rows[0][name], list) else dataset.features[name]
-
-    def write(row: Mapping[str, Any]) -> dict[str, Any]:
-        return reader.write({name: row[name] for name in columns})
-
-    with hide_short_bars(num_rows=len(dataset)):
-        return dataset.map(write, remove_columns=list(columns), features=Features(types))
-
-
-def _check_stream(title: str, dataset: IterableDataset, columns: Sequence[str], reader: RowReader) -> IterableDataset:
-    """Return a stream that checks each row as it passes, with conversations in TRL's spelling."""
-
-    def check(row: dict[str, Any], index: int) -> dict[str, Any]:
-        own = {name: row[name] for name in columns}
-        return reader.check(own, f"row {index + 1:,} of {title}")
-
-    first = {name: read_first(dataset)[name] for name in columns}
-    features = dataset.features
-    if reader.write(first) != first:  # so that the types of columns change
-        features = None
-    return dataset.map(check, with_indices=True, remove_columns=list(columns), features=features)
 
 
 def explain_row(
@@ -342,14 +231,14 @@ def _iterate_rows(
     for title, dataset in name_datasets(arguments):
         if not isinstance(dataset, Dataset):
             continue
-        columns = _find_columns(read_first(dataset), formats)
+        columns = find_columns(read_first(dataset), formats)
         if not columns:
             continue
         for number, row in enumerate(dataset.select_columns(list(columns)).with_format(None)):
             yield f"row {number + 1:,} of {title}", row
 
 
-def _find_columns(example: Mapping[str, Any] | None, formats: Collection[Sequence[str]]) -> tuple[str, ...]:
+def find_columns(example: Mapping[str, Any] | None, formats: Collection[Sequence[str]]) -> tuple[str, ...]:
     """Return the columns that TRL makes tokens of, or none for examples without a format or with tokens."""
     if example is None or "input_ids" in example:
         return ()
@@ -364,18 +253,18 @@ def check_conversations(arguments: Mapping[str, Any], tokenizer: PreTrainedToken
 
 
 def check_assistant_loss(
-    args: TrainingArguments, arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+    args: TrainingArguments, datasets: Iterable[tuple[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Raise UserError if only the assistant's turns are to be trained on, and an example is a text or has unmarked turns.
 
     Args:
         args: Settings of the training.
-        arguments: Arguments of a trainer, of whose datasets the first examples are read.
+        datasets: Datasets with their names in messages, of which the first examples are read.
         tokenizer: Tokenizer, whose chat template must mark the turns unless TRL knows it.
     """
     if not getattr(args, "assistant_only_loss", False):
         return
-    for title, dataset in name_datasets(arguments):
+    for title, dataset in datasets:
         example = read_first(dataset)
         if example is not None:
             _check_turns_of(title, example, args, tokenizer)

@@ -41,13 +41,11 @@ from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallba
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import check_devices, check_processes, float32_adapter
 from loopdropout_trainer.training.examples import (
-    RowReader,
     check_assistant_loss,
     check_columns,
     check_conversations,
     check_datasets,
     check_given,
-    check_rows,
     check_token_ids,
     choose_template,
     describe_prompts,
@@ -60,6 +58,7 @@ from loopdropout_trainer.training.gating import GatingMixin
 from loopdropout_trainer.training.given_data import prepare_given
 from loopdropout_trainer.training.optimizer import OptimizerMixin
 from loopdropout_trainer.training.resuming import ResumptionCallback
+from loopdropout_trainer.training.row_checks import RowReader, check_rows
 from loopdropout_trainer.training.sampling import check_sampling, seed_lengths
 from loopdropout_trainer.training.stopping import EarlyStopCallback, StopCallback, closing_bars
 
@@ -223,7 +222,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         if self._template_path is None and getattr(args, "eos_token", None) is None:
             check_end_token(tokenizer)
         self.check_rows_of(arguments)
-        check_assistant_loss(args, arguments, tokenizer)
+        check_assistant_loss(args, name_datasets(arguments), tokenizer)
 
     def check_rows_of(self, arguments: dict[str, Any]) -> None:
         """Raise UserError if the examples lack columns, their tokenizer a chat template, or TRL cannot read one of them.

@@ -23,7 +23,7 @@ from loopdropout_trainer.data.formats import TEXTS
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
 from loopdropout_trainer.training.example_counts import describe_repeated
-from loopdropout_trainer.training.examples import RowReader, check_rows
+from loopdropout_trainer.training.row_checks import RowReader, check_rows
 from loopdropout_trainer.training.setup import with_gates
 
 
@@ -227,6 +227,9 @@ def test_parts_of_a_turn_need_a_template_that_reads_them(make, tokenizer, monkey
     reads = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", reads)
     assert len(make(SFT, rows).train_dataset) == len(load_datasets(args, tokenizer)["train"]) == 2
+    answer = {**ANSWER, "content": [{"type": "text", "text": "two"}]}  # of the assistant, too
+    write_lines(tmp_path / "parts.jsonl", [{"messages": [question, answer]}] * 2)
+    assert len(load_datasets(args, tokenizer)["train"]) == 2
 
 
 @pytest.mark.parametrize("name", ["role", "no completion", "no text"])
@@ -297,6 +300,17 @@ def test_examples_longer_than_max_length_are_counted(make, log):
         "1 example of the 3 in `train_dataset` is left out, because it has no token to train on among the first 10 "
         "(`max_length`).\n"
     ) in log.text
+
+
+def test_empty_answers_are_counted(log, tmp_path):
+    """TRL trains on the end token of such an answer. A recipe leaves the examples out in the same words."""
+    tokenizer = load_tokenizer("tiny-ouro", chat_template="tulu2")
+    rows = [{"messages": [QUESTION, {**ANSWER, "content": content}]} for content in ("2", " ", "")]
+    check_rows({"train_dataset": Dataset.from_list(rows)}, TEXTS, RowReader(tokenizer.chat_template, True))
+    words = "no text to train on (no answer of the assistant). The first one is row 2"
+    assert f"2 of the 3 examples in `train_dataset` have {words}. A recipe leaves such examples out." in log.text
+    load_datasets(DataArguments(train_files=[write_lines(tmp_path / "a.jsonl", rows)]), tokenizer)
+    assert f"2 examples are left out, because they have {words}" in log.text
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -1,0 +1,158 @@
+"""Checks of each row that a program gives a trainer, and conversations in TRL's spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from accelerate import PartialState
+from datasets import Dataset, Features, IterableDataset, Json
+from transformers.utils import logging
+
+from loopdropout_trainer.data.bars import hide_short_bars
+from loopdropout_trainer.data.columns import describe_missing_text
+from loopdropout_trainer.data.files import error_in_row
+from loopdropout_trainer.data.formats import (
+    TARGETS,
+    check_answer,
+    check_complete,
+    check_contents,
+    check_roles,
+    check_turns,
+    has_text,
+    join_text_parts,
+    to_messages,
+)
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.training.examples import DATASETS, find_columns, name_datasets, read_first
+
+
+logger = logging.get_logger(__name__)
+
+_NAMES = {"conversations": "messages"}
+"""TRL's names of columns in other formats."""
+
+
+class RowReader(NamedTuple):
+    """How a training reads rows.
+
+    Attributes:
+        chat_template: Text of the chat template, a mapping of several ones, or None.
+        assistant_only_loss: Whether only the assistant's turns are trained on.
+    """
+
+    chat_template: Any
+    assistant_only_loss: bool = False
+
+    def write(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns that TRL makes tokens of, with conversations as the chat template reads them."""
+        example = {}
+        for name, value in row.items():
+            example[_NAMES.get(name, name)] = to_messages(join_text_parts(value, self.chat_template))
+        return example
+
+    def check(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Return the columns as `write` does, or raise UserError for a wrong row.
+
+        Args:
+            row: Columns that TRL makes tokens of.
+            place: Place of the row, such as "row 4 of `train_dataset`".
+        """
+        example = self.write(row)
+        try:
+            for name, turns in example.items():
+                check_turns(name, turns)
+                check_roles(turns, self.chat_template)
+                check_contents(turns, self.chat_template)
+            check_complete(example)
+            if self.assistant_only_loss:
+                target = list(example)[-1]  # the completion of a pair, whose prompt is not trained on
+                check_answer(target, example[target])
+        except UserError as error:
+            raise error_in_row(place, error) from None
+        return example
+
+
+def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], reader: RowReader) -> None:
+    """Raise UserError for the first row that TRL cannot read, or whose turns have a role that is a mistake.
+
+    Conversations become as in the examples of a recipe: ShareGPT's keys and roles are renamed, and numbers and parts that are
+    texts become texts. A stream can be endless, so each of its rows is checked when the training reads it.
+
+    Args:
+        arguments: Arguments of a trainer. Streams are replaced by streams that check their rows, and datasets with
+            conversations in another spelling by ones in TRL's.
+        formats: Columns of each format that the trainer reads.
+        reader: How the training reads rows.
+    """
+    checked = {}
+    for title, dataset in name_datasets(arguments):
+        checked[title] = dataset
+        columns = find_columns(read_first(dataset), formats)
+        if columns and isinstance(dataset, Dataset):
+            checked[title] = _check_dataset(title, dataset, columns, reader)
+        elif columns and isinstance(dataset, IterableDataset):
+            checked[title] = _check_stream(title, dataset, columns, reader)
+    for argument in DATASETS:
+        if f"`{argument}`" in checked:
+            arguments[argument] = checked[f"`{argument}`"]
+        elif argument in arguments:
+            arguments[argument] = {name: checked[f"`{argument}[{name!r}]`"] for name in arguments[argument]}
+
+
+def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], reader: RowReader) -> Dataset:
+    """Check each row, and return the dataset with conversations in TRL's spelling, or itself if all of them are in it."""
+    rows = dataset.select_columns(list(columns)).with_format(None)
+    is_other = False
+    empty = []  # numbers of rows
+    for number, row in enumerate(rows, start=1):
+        example = reader.check(row, f"row {number:,} of {title}")
+        is_other |= example != row
+        if any(name in TARGETS and not has_text(name, value) for name, value in example.items()):
+            empty.append(number)
+    if empty:
+        _warn_of_empty(empty, len(rows), title, columns)
+    if not is_other:
+        return dataset
+    # `Json` keeps each value as it is.
+    types = {name: feature for name, feature in dataset.features.items() if name not in columns}
+    for name in columns:
+        types[_NAMES.get(name, name)] = Json() if isinstance(rows[0][name], list) else dataset.features[name]
+
+    def write(row: Mapping[str, Any]) -> dict[str, Any]:
+        return reader.write({name: row[name] for name in columns})
+
+    with hide_short_bars(num_rows=len(dataset)):
+        return dataset.map(write, remove_columns=list(columns), features=Features(types))
+
+
+def _warn_of_empty(empty: Sequence[int], num_rows: int, title: str, columns: Sequence[str]) -> None:
+    """Log how many rows have no text to train on, in a recipe's words. TRL trains on the end token that follows.
+
+    Args:
+        empty: Numbers of the rows, from 1.
+        num_rows: Number of all rows.
+        title: Name of the dataset.
+        columns: Columns that TRL makes tokens of.
+    """
+    if PartialState().is_main_process:
+        verb = "has" if len(empty) == 1 else "have"
+        logger.warning(
+            f"{len(empty):,} of the {num_rows:,} examples in {title} {verb} no text to train on "
+            f"({describe_missing_text(columns)}). The first one is row {empty[0]:,}. A recipe leaves such examples out. In "
+            "Python, remove them by `Dataset.filter`, because the model learns to answer nothing from them."
+        )
+
+
+def _check_stream(title: str, dataset: IterableDataset, columns: Sequence[str], reader: RowReader) -> IterableDataset:
+    """Return a stream that checks each row as it passes, with conversations in TRL's spelling."""
+
+    def check(row: dict[str, Any], index: int) -> dict[str, Any]:
+        own = {name: row[name] for name in columns}
+        return reader.check(own, f"row {index + 1:,} of {title}")
+
+    first = {name: read_first(dataset)[name] for name in columns}
+    features = dataset.features
+    if reader.write(first) != first:  # so that the types of columns change
+        features = None
+    return dataset.map(check, with_indices=True, remove_columns=list(columns), features=features)
