@@ -18,6 +18,9 @@ def interleave(sizes: Sequence[int], shares: Sequence[float] | None = None) -> n
     The mixture has the first examples of each data set, in an order in which also the first n of the mixture have the shares,
     for any n. It ends where the first data set is used up, so no example is repeated.
 
+    For shares of 2/3 and 1/3, the examples of the first data set are at the places 0.75, 2.25, 3.75 and 5.25 of the mixture,
+    and those of the second one at 1.5 and 4.5. So the order is a b a a b a.
+
     Args:
         sizes: Number of examples of each data set.
         shares: Share of each data set, whose sum is 1. Default: all examples of all of them.
@@ -31,7 +34,7 @@ def interleave(sizes: Sequence[int], shares: Sequence[float] | None = None) -> n
     for size, share, number in zip(sizes, shares, numbers, strict=True):
         own_numbers = np.arange(number)
         indices.append(start + own_numbers)
-        places.append((own_numbers + 0.5) / share)  # evenly spread over the mixture
+        places.append((own_numbers + 0.5) / share)  # evenly spread: one example every 1 / share places
         start += size
     order = np.argsort(np.concatenate(places), kind="stable")
     return np.concatenate(indices)[order]

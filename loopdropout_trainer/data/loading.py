@@ -93,10 +93,7 @@ def load_examples(
     with PartialState().local_main_process_first():  # the other processes read the cache of `datasets`
         mixture = _load_mixture(args, tokenizer, left_out, losses)
         file = _load_held_out_file(args, mixture.examples, tokenizer, left_out, losses)
-        eval_examples = None
-        if file is not None:
-            eval_examples = file.examples
-        split = split_examples(args, mixture.examples, eval_examples, left_out)
+        split = split_examples(args, mixture.examples, file.examples, left_out)
         train = _complete(split.train, tokenizer, max_length, left_out, "examples")
         held_out = _complete(split.held_out, tokenizer, max_length, left_out, "held-out examples")
     if not len(train):
@@ -105,17 +102,16 @@ def load_examples(
     if "num_tokens" in train.column_names:
         lengths = read_numbers(train, "num_tokens")
     num_different = len(np.unique(read_numbers(train, "content")))
-    loaded = LoadedExamples(
+    return LoadedExamples(
         datasets=_join_splits(train, held_out),
         lengths=lengths,
         sources=_count_sources(args, mixture, train, held_out),
         source_numbers=read_numbers(train, "source"),
         prompts=_find_prompts(train),
         num_repeats=len(train) - num_different,
+        held_out_loss=file.loss,
+        train_loss=file.train_loss,
     )
-    if file is None:
-        return loaded
-    return loaded._replace(held_out_loss=file.loss, train_loss=file.train_loss)
 
 
 def _join_splits(train: Dataset, held_out: Dataset) -> DatasetDict:
@@ -176,16 +172,16 @@ def _load_mixture(
     parts = _load_parts(args, sources, tokenizer, left_out)
     sizes = [len(part.rows) for part in parts]
     if len(parts) == 1:
-        return Mixture(parts[0], titles, sizes, [""])
-    trained = [""] * len(parts)
+        return Mixture(parts[0], titles, sizes, losses=[""])
+    loss_texts = [""] * len(parts)
     if not have_one_format(parts):
         check_formats(parts, titles, args.formats)
         has_template = tokenizer.chat_template is not None
         for number, part in enumerate(parts):
-            trained[number] = losses.describe(part.rows.features, titles[number], has_template)
-        parts = [mix(part, losses) for part in parts]
+            loss_texts[number] = losses.describe(part.rows.features, titles[number], has_template)
+        parts = [mix(part, losses) for part in parts]  # now all of them have the same columns
     order = interleave(sizes, find_shares(sources))  # a part of the examples, if the shares ask for it
-    return Mixture(concatenate(parts).select(order), titles, sizes, trained)
+    return Mixture(concatenate(parts).select(order), titles, sizes, loss_texts)
 
 
 def _make_problems(args: DataArguments, tokenizer: PreTrainedTokenizerBase, left_out: list[LeftOut]) -> Mixture:
@@ -214,9 +210,9 @@ def _load_parts(
 
 
 class HeldOutFile(NamedTuple):
-    """The usable examples of `eval_files`, and the losses as in `LoadedExamples`."""
+    """The usable examples of `eval_files`, or None without the field, and the losses as in `LoadedExamples`."""
 
-    examples: Examples
+    examples: Examples | None = None
     loss: str = ""
     train_loss: str = ""
 
@@ -227,10 +223,10 @@ def _load_held_out_file(
     tokenizer: PreTrainedTokenizerBase,
     left_out: list[LeftOut],
     losses: Losses,
-) -> HeldOutFile | None:
-    """Return the examples of `eval_files`, or None without the field. `examples`: the usable ones of the training data."""
+) -> HeldOutFile:
+    """Return the examples of `eval_files`. `examples`: the usable ones of the training data."""
     if not args.eval_files:
-        return None
+        return HeldOutFile()
     source = DataSource("json", data_files=args.eval_files)
     held_out = make_examples(load_rows(source), source, args, tokenizer, left_out, "`eval_files`")
     is_mixture = is_mixed(examples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,25 +103,33 @@ def _leave_out_empty(
     """
     data = rows.sources[0]
     reason = f"they have no text to train on ({describe_missing_text(columns)})"
-    without_text: list[LeftOut] = []
-    kept = rows.keep(_has_texts, without_text, noun, reason, args=args, columns=columns, chat_template=chat_template)
-    if without_text:
-        numbers = np.setdiff1d(rows.origins[:, 1], kept.origins[:, 1]).tolist()
+    # The reason that `keep` notes is completed below with the first of the rows that it leaves out.
+    noted: list[LeftOut] = []
+    kept = rows.keep(_has_texts, noted, noun, reason, args=args, columns=columns, chat_template=chat_template)
+    empty = np.setdiff1d(rows.origins[:, 1], kept.origins[:, 1]).tolist()  # numbers of the rows without text
+    if empty:
         # The reason would be wrong for rows of another format, so they are an error before it is given.
-        read_rows = ((number, _read_row(rows.rows[number], args, chat_template)) for number in numbers)
+        read_rows = _read_numbered_rows(rows, empty, args, chat_template)
         check_one_format(f"The data of {data}", read_rows, columns, args.formats, rows.describe_row)
-        first = numbers[0]
-        turns = describe_turns(_read_row(rows.rows[first], args, chat_template), columns)
-        reason += f". The first one is {rows.describe_row(first)}{turns}"
-        left_out.append(without_text[0]._replace(reason=reason))
-    if len(kept.rows):
-        return kept
-    target = columns[-1]
-    found = "no examples"
-    if len(rows.rows):
-        first_row = _read_row(rows.rows[0], args, chat_template)
-        found = short_repr(first_row[target])
-    raise UserError(f"The data of {data} must have an example with text in {target}, got {found}.")
+        turns = describe_turns(_read_row(rows.rows[empty[0]], args, chat_template), columns)
+        place = f"{rows.describe_row(empty[0])}{turns}"
+        left_out.append(LeftOut(len(empty), noun, f"{reason}. The first one is {place}"))
+    if not len(kept.rows):
+        target = columns[-1]
+        found = "no examples"
+        if len(rows.rows):
+            first_row = _read_row(rows.rows[0], args, chat_template)
+            found = short_repr(first_row[target])
+        raise UserError(f"The data of {data} must have an example with text in {target}, got {found}.")
+    return kept
+
+
+def _read_numbered_rows(
+    rows: Examples, numbers: Sequence[int], args: DataArguments, chat_template: Any
+) -> Iterator[tuple[int, Row]]:
+    """Yield some rows of a source with their numbers, one at a time, because there may be many."""
+    for number in numbers:
+        yield number, _read_row(rows.rows[number], args, chat_template)
 
 
 def _leave_out_excluded(
@@ -173,6 +181,8 @@ def _make_example(row: Row, args: DataArguments, source: int, optional: Sequence
     row = {**dict.fromkeys(optional), **_read_row(row, args, chat_template)}
     identity, example = PREPARATIONS[args.preparation].make_example(row, args)
     content = json.dumps(example, sort_keys=True, default=str)
+    # `order` is a random number of the row's identity and the seed, by which examples are held out. Rows with different
+    # identities can make the same example. Then they have the same number in `content`.
     own = {
         "order": random_order(identity, args.split_seed),
         "content": random_order(content, seed=0),
