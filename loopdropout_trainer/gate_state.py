@@ -347,15 +347,17 @@ class GateState:
         if gate.shape[1] > 1:
             gate = gate[:, module : module + 1]
         gate = gate.to(hidden_states.device)  # another device in a model that is spread over several devices
-        if self.running.token_examples is not None:
-            gate = gate.unsqueeze(0)  # [1, n, 1], one for each packed token
-        else:
+        is_packed = self.running.token_examples is not None
+        index = None
+        if not is_packed:
             index = self._token_index(len(gate), hidden_states)
-            if index is not None:
-                gate = gate[index]  # [B, S, 1], one for each token of rows that hold several examples
-            else:
-                ones = [1] * (hidden_states.dim() - 1)
-                gate = gate.view(len(gate), *ones)  # [N, 1, 1], one for each row, or one for all
+        if is_packed:
+            gate = gate.unsqueeze(0)  # [1, n, 1], one for each packed token
+        elif index is not None:
+            gate = gate[index]  # [B, S, 1], one for each token of rows that hold several examples
+        else:
+            ones = [1] * (hidden_states.dim() - 1)
+            gate = gate.view(len(gate), *ones)  # [N, 1, 1], one for each row, or one for all
         if factor is None:
             return gate
         return gate * factor

@@ -300,24 +300,22 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
         raise UserError(
             f"`rule` must have a shared adapter if the model has other adapters ({', '.join(kinds)}), got {rule.name!r}."
         )
-    shared = {adapter: kind.prepare(model, adapter, num_loops, seed) for adapter, kind in kinds.items()}
-    # A trainer gates the adapter that it trains. Others, such as TRL's frozen reference "ref", keep unit gates: they read a
-    # `GateState` of their own, in which nobody sets gates.
-    states = {}
-    for adapter in kinds:
+    make_variant = {}  # by adapter. Only `module` and `replaced` differ between layers.
+    for adapter, kind in kinds.items():
+        # A trainer gates the adapter that it trains. Others, such as TRL's frozen reference "ref", keep unit gates: they read
+        # a `GateState` of their own, in which nobody sets gates.
         is_gated = trained is None or adapter == trained
-        states[adapter] = state if is_gated else GateState()
+        make_variant[adapter] = functools.partial(
+            kind,
+            gate_state=state if is_gated else GateState(),
+            rule=rules[adapter],
+            in_activation_dtype=in_activation_dtype,
+            shared=kind.prepare(model, adapter, num_loops, seed),
+        )
     for module, layer in enumerate(adapted_layers(model)):
         _gate_layer(layer, state, module, in_activation_dtype)
         for adapter, variant in layer.lora_variant.items():
-            layer.lora_variant[adapter] = kinds[adapter](
-                gate_state=states[adapter],
-                module=module,
-                rule=rules[adapter],
-                in_activation_dtype=in_activation_dtype,
-                shared=shared[adapter],
-                replaced=variant.replaced,
-            )
+            layer.lora_variant[adapter] = make_variant[adapter](module=module, replaced=variant.replaced)
     _guard_parameters(model, kinds.values())
     return state
 
