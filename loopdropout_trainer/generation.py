@@ -355,7 +355,8 @@ def _decode_in_slots(
         # Reading prompts takes a call in which the running rows wait. So it pays only for a quarter of the slots.
         if waiting and 4 * num_free >= num_slots:
             longest = len(prompts[waiting[0]])
-            num_new = min(num_free, len(waiting), max(1, PREFILL_TOKENS // longest))
+            num_fitting = max(1, PREFILL_TOKENS // longest)  # prompts that may run together
+            num_new = min(num_free, len(waiting), num_fitting)
             in_turn = [waiting.popleft() for _ in range(num_new)]
             rows += in_turn
             logits = batch.read([prompts[index] for index in in_turn])
@@ -366,13 +367,11 @@ def _decode_in_slots(
             answers[index].append(token)
 
         ended = find_ended([answers[index] for index in rows])
-        finished = []
         for slot, index in enumerate(rows):
             if len(answers[index]) >= max_new_tokens:
                 ended[slot] = True
-            if ended[slot]:
-                finished.append((index, answers[index]))
-        if finished:
+        if any(ended):
+            finished = [(rows[slot], answers[rows[slot]]) for slot in range(len(rows)) if ended[slot]]
             rows = [rows[slot] for slot in batch.remove(ended)]
             yield finished
 

@@ -140,16 +140,9 @@ def load_tokenizer(
             "`merge_and_save(model, folder, tokenizer)`, and another model's by `tokenizer.save_pretrained(folder)`."
         )
     for beginning, tokenizer_name in TOKENIZERS.items():
-        if str(name_or_path).startswith(beginning):
+        if str(name_or_path).startswith(beginning):  # the revision is one of the model's repository
             name_or_path, revision = tokenizer_name, None
-    try:
-        cached_file(name_or_path, "tokenizer.json", revision=revision or "main")  # its error names the Hub
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision or "main")
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"The tokenizer of {name_or_path} cannot be loaded: {first_line(error)}{model_hint(str(name_or_path))}"
-            f"{hint_at_login(error)}"
-        ) from None
+    tokenizer = _read_tokenizer(name_or_path, revision or "main")
     if tokenizer.eos_token is None and PLAIN_TOKENS["eos_token"] in tokenizer.get_vocab():
         for name, token in PLAIN_TOKENS.items():
             _set_token(tokenizer, name, token)
@@ -161,6 +154,18 @@ def load_tokenizer(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _read_tokenizer(name_or_path: str | Path, revision: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer in a folder or repository. Raise UserError if it cannot be loaded."""
+    try:
+        cached_file(name_or_path, "tokenizer.json", revision=revision)  # its error names the Hub
+        return PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The tokenizer of {name_or_path} cannot be loaded: {first_line(error)}{model_hint(str(name_or_path))}"
+            f"{hint_at_login(error)}"
+        ) from None
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, field: str = "chat_template") -> None:

@@ -86,9 +86,11 @@ class LoopedForCausalLM(TransformersForCausalLM):
         """
         # `attention_fusers` has the name of each layer's attention module, and its fuser.
         modules = [self.get_submodule(name) for name, _ in self.attention_fusers.values()]
-        recurrent = {id(module) for layer in self.model.recurrent_layers() for module in layer.modules()}
+        recurrent = set()  # all modules of the layers that run in each loop
+        for layer in self.model.recurrent_layers():
+            recurrent.update(layer.modules())
         super()._create_attention_instances(prefix)
-        loops = {module: [getattr(module, VLLM_ATTN_ATTR)] for module in modules}
+        loops = {module: [getattr(module, VLLM_ATTN_ATTR)] for module in modules}  # the attention of each loop
         # vLLM creates the instances of all layers together, under names that must be new, and takes the layer's number from
         # the only integer between the dots of a name. So the prefix is "loop1", not "1".
         registered = self.compilation_config.static_forward_context
@@ -96,13 +98,12 @@ class LoopedForCausalLM(TransformersForCausalLM):
             super()._create_attention_instances(f"{prefix}loop{loop}")
             for module in modules:
                 attention = getattr(module, VLLM_ATTN_ATTR)  # which the call has just replaced
-                if id(module) in recurrent:
+                if module in recurrent:
                     loops[module].append(attention)
                 else:
                     del registered[attention.layer_name]  # the layer runs once, so a second cache would stay empty
         for module, attentions in loops.items():
-            if id(module) in recurrent:
+            attention = attentions[0]
+            if module in recurrent:
                 attention = LoopAttention(attentions, self.model.gate_state)
-            else:
-                attention = attentions[0]
             setattr(module, VLLM_ATTN_ATTR, attention)

@@ -114,9 +114,10 @@ def find_packing(
         starts = (torch.arange(shape[1]) == 0).expand(shape)  # column 0 begins each row, also if it is padding
     if token_examples is None:
         token_examples = torch.arange(shape[0]).unsqueeze(1).expand(shape)  # row b is example b
+    # For the batch of `Packing`, examples are 0 1 2, numbers 0 0 0 0 1 1 1 1 2 2 2 2, and lengths 3 4 2.
     examples = token_examples.cpu()[starts]  # [N], the gates' index of each example
-    place = starts.flatten().cumsum(0) - 1  # [B * S], the place among the N examples of each token
-    lengths = place[mask.flatten()].bincount(minlength=len(examples))  # [N] tokens without padding
+    numbers = starts.flatten().cumsum(0) - 1  # [B * S], the number of each token's example among the N examples
+    lengths = numbers[mask.flatten()].bincount(minlength=len(examples))  # [N] tokens without padding
     has_tokens = lengths > 0  # False for rows that are all padding
     examples, lengths = examples[has_tokens], lengths[has_tokens]
     kept = None

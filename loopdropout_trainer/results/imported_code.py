@@ -52,13 +52,14 @@ def describe_imports(recipe: Mapping[str, Any], model: nn.Module, trained: str |
     compared = {name: value for name, value in recipe.items() if name not in UNCOMPARED}
     parts = [*_find_registered(compared), *_find_classes(model)]
     used = [path for path in IMPORTED if path.endswith(".py") and _holds_any(path, parts)]
-    imports, accepted = digest_imports(), {}
-    if trained is not None:
-        former, accepted = read_imports(trained), read_accepted_imports(trained)
-        imports = {**former, **imports}
-        for path in accepted:  # its digest stays that of the training
-            imports[path] = former[path]
-        used = [*dict.fromkeys([*read_used_imports(trained), *used])]
+    imports = digest_imports()
+    if trained is None:
+        return {"imports": imports, "used_imports": used, "accepted_imports": {}}
+    of_training, accepted = read_imports(trained), read_accepted_imports(trained)
+    imports = {**of_training, **imports}
+    for path in accepted:  # it has changed since, and its digest stays that of the training
+        imports[path] = of_training[path]
+    used = [*dict.fromkeys([*read_used_imports(trained), *used])]  # each file once
     return {"imports": imports, "used_imports": used, "accepted_imports": accepted}
 
 

@@ -24,7 +24,9 @@ def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:
         argv: Command line without the script. Default: `sys.argv[1:]`.
         field: Field of the names.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    argv = list(argv)
     if not argv or argv[0].startswith("-"):
         return argv
     if argv[0].endswith((".yaml", ".yml")):
@@ -36,13 +38,14 @@ def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:
     source = find_source(first)
     if not source.recipe:
         return words
-    # `null` is the default, instead of the recipe's value.
-    model = [f"--{name}=null" for name in SourceArguments.__dataclass_fields__ if name in source.recipe]
+    # Options with `null` set the default instead of the recipe's value. The depths of the recipe are the ones of its own
+    # evaluation. Here the default is each model's own depth.
+    options = ["--eval_num_loops=null"]
+    options += [f"--{name}=null" for name in SourceArguments.__dataclass_fields__ if name in source.recipe]
     output_dir = _output_dir_of(first)
     if not output_dir and "output_dir" in source.recipe:
         output_dir = ["--output_dir=null"]
-    # The depths of the recipe are the ones of its own evaluation. Here the default is each model's own depth.
-    return [str(recipe_path(source.results_folder)), *output_dir, "--eval_num_loops=null", *model, *words]
+    return [str(recipe_path(source.results_folder)), *output_dir, *options, *words]
 
 
 def _choose_output_dir(recipe: str, words: Sequence[str]) -> list[str]:

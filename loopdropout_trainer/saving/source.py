@@ -294,8 +294,10 @@ def _read_source(
     adapter = None
     if files.kind == "adapter":
         adapter = read_saved_adapter(files.folder)
-        if adapter.is_authors and not metadata:
+        if adapter.is_authors and not metadata:  # the paper's authors save the settings in a format of their own
             metadata = to_metadata(adapter.fields)
+    quantization = (recipe.get("model_init_kwargs") or {}).get("quantization_config")
+    # An adapter's own metadata win over the recipe of its training, which a copy of the folder may lack.
     source = Source(
         name=name,
         kind=files.kind,
@@ -308,7 +310,7 @@ def _read_source(
         prompt_template=metadata.get("prompt_template", _prompt_template(recipe)),
         is_chat=metadata.get("is_chat"),
         dtype=metadata.get("dtype", recipe.get("dtype")),
-        quantization=metadata.get("quantization", (recipe.get("model_init_kwargs") or {}).get("quantization_config")),
+        quantization=metadata.get("quantization", quantization),
         recipe=recipe,
         training_id=metadata.get("training_id"),
         metadata=metadata,
