@@ -186,19 +186,23 @@ class AdapterPushMixin:
         folder = self.args.output_dir
         command = find_command(folder, self.hub_model_id, revision, self.args.hub_private_repo)
         retry = f"push again with `{command}`"
+        explain = partial(explain_push, self._hub_name, saved, token, retry)
 
         def push() -> CommitInfo:
-            with explain_push(self._hub_name, saved, token, retry):
-                return [run_upload() for run_upload in uploads][0]
+            with explain():
+                commits = [run_upload() for run_upload in uploads]
+            return commits[0]
 
+        # The first card does not name the repository. If the push fails, it stays: `keep_card` restores it inside of the
+        # block, and `push_in_background` later.
         self._write_card(card.get("model_name"), card.get("dataset_name"), card.get("tags"))
-        before = read_card(folder)  # which stays if the push fails
-        with explain_push(self._hub_name, saved, token, retry), keep_card(folder):
+        card_without_repository = read_card(folder)
+        with explain(), keep_card(folder):
             self.create_model_card(**card)  # a subclass may write a card of its own
             create_branch(self.hub_model_id, revision, token)
             with name_on_card(folder, self.hub_model_id, revision):
                 if background:
-                    return push_in_background(push, folder, before)
+                    return push_in_background(push, folder, card_without_repository)
                 return push()
 
     def _push_adapter(self, message: str, token: str | None, branch: str | None) -> CommitInfo:

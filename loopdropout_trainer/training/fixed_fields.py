@@ -129,14 +129,21 @@ def check_attribute(trainer: Any, name: str, value: Any) -> None:
     """
     if not type(trainer).__module__.startswith("loopdropout_trainer."):
         return
-    own = getattr(type(trainer), name, None)
-    is_read = hasattr(trainer, name) and not (isinstance(own, property) and own.fset is None)
-    if name in (*_OFTEN_SET, *_READ_ONCE) and not is_read:
+    is_field = name in (*_OFTEN_SET, *_READ_ONCE)
+    if is_field and not _has_settable(trainer, name):
         raise UserError(
             f"`{name}` must be set on the arguments, by `trainer.args.{name} = ...`, and not on the trainer."
         )
     if name == "train_dataset":
         _check_prepared(trainer.train_dataset, value)
+
+
+def _has_settable(trainer: Any, name: str) -> bool:
+    """Return whether a trainer has an attribute that a program can set. TRL's trainers copy some fields to attributes."""
+    own = getattr(type(trainer), name, None)
+    if isinstance(own, property) and own.fset is None:
+        return False
+    return hasattr(trainer, name)
 
 
 def _check_prepared(before: Any, now: Any) -> None:

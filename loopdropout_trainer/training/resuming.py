@@ -241,7 +241,8 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
             )
         _warn_of_others(trainer)
         return None
-    if shortening := find_shortening(checkpoint, trainer.args):
+    shortening = find_shortening(checkpoint, trainer.args)
+    if shortening is not None:
         raise UserError(shortening)
     if trainer.is_deepspeed_enabled and trainer.is_world_process_zero():
         logger.warning(

@@ -67,6 +67,16 @@ def _name_of(model: str | PreTrainedModel | PeftModel) -> str:
     return model if isinstance(model, str) else model.config.name_or_path
 
 
+def _load_tokenizer_of(model: str | PreTrainedModel | PeftModel, revision: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model by the model's name. Raise UserError if it has no name."""
+    name = _name_of(model)
+    if not name:
+        raise UserError(
+            "`processing_class` must be set, because the model has no name of a folder or repository with its tokenizer."
+        )
+    return load_tokenizer(name, revision)
+
+
 def with_gates(init: Callable[..., None]) -> Callable[..., None]:
     """Return the `__init__` of a TRL trainer for a class with `AdapterTrainingMixin`. It has the same signature."""
 
@@ -169,20 +179,18 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         """Complete the arguments of TRL's trainer, by default with the paper's adapter and the model's `tokenizer.json`."""
         check_kinds(arguments)
         check_datasets(arguments)
-        if isinstance(arguments["model"], Path):
-            arguments["model"] = str(arguments["model"])
-        args = arguments["args"] = self.config_class.from_trl(arguments["args"], arguments["model"])
+        model = arguments["model"]
+        if isinstance(model, Path):
+            model = str(model)
+        args = self.config_class.from_trl(arguments["args"], model)
         check_devices(args)
-        model = skeleton = arguments["model"] = model_path(arguments["model"])
+        model = model_path(model)
+        arguments["args"], arguments["model"] = args, model
         revision = (args.model_init_kwargs or {}).get("revision") or "main"
         self.saved_facts = {}
+        skeleton = model  # which has the projections that an adapter is put on
         if isinstance(model, str):
-            with explain_loading(model):
-                self.saved_facts["base_revision"] = find_source(model, revision=revision, accept=MODELS).commit
-                check_checkpoint(model, revision)
-                if args.model_init_kwargs:
-                    args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
-                skeleton = external_skeleton(model, revision)
+            skeleton = self._check_named_model(model, revision, args)
         check_given(args, arguments)
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self.set_rule(args)
@@ -192,17 +200,25 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         self.formatting_func = arguments.get("formatting_func")
         self._choose_adapter(arguments, skeleton, revision)
         if arguments["processing_class"] is None:
-            if not _name_of(model):
-                raise UserError(
-                    "`processing_class` must be set, because the model has no name of a folder or repository with its "
-                    "tokenizer."
-                )
-            arguments["processing_class"] = load_tokenizer(_name_of(model), revision)
+            arguments["processing_class"] = _load_tokenizer_of(model, revision)
         else:
             warn_if_rebuilt(arguments["processing_class"])
         self._check_examples(arguments)
         self.saved_facts |= describe_prompts(arguments["train_dataset"])
         self._add_callbacks(arguments)
+
+    def _check_named_model(self, model: str, revision: str, args: GateConfig) -> nn.Module | None:
+        """Check the files of a model that TRL loads by its name, and complete the fields of `args` for its loading.
+
+        Returns:
+            The skeleton from `external_skeleton`.
+        """
+        with explain_loading(model):
+            self.saved_facts["base_revision"] = find_source(model, revision=revision, accept=MODELS).commit
+            check_checkpoint(model, revision)
+            if args.model_init_kwargs:
+                args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
+            return external_skeleton(model, revision)
 
     def _check_examples(self, arguments: dict[str, Any]) -> None:
         """Raise UserError if the examples lack columns, or their tokenizer a chat template. Set the template of `args`."""

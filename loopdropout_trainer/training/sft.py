@@ -24,7 +24,7 @@ from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.means import describe_mean
 from loopdropout_trainer.renames import hide_library_warnings
 from loopdropout_trainer.results.training_results import saved_step
-from loopdropout_trainer.saving.checkpoints import load_state, number_training
+from loopdropout_trainer.saving.checkpoints import Checkpoint, load_state, number_training
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
     collate_with_example_ids,
@@ -189,24 +189,9 @@ class GateSamplingMixin(AdapterTrainingMixin):
         self.forget_drawn_gates()  # GRPO generates before its first loss
         self.forget_other_optimizer()
         checkpoint = find_resumable(self, resume_from_checkpoint)
-        self.resumption.training_number = number_training(self.args.output_dir, checkpoint)
-        if checkpoint is None:
-            first_step = 0
-            self.training_id = uuid.uuid4().hex
-        else:
-            first_step = load_state(checkpoint).global_step
-            self.training_id = find_source(checkpoint).training_id
-        self.start = find_start(self.model, self.saved_facts["base_weights"], checkpoint)
+        first_step = self._identify_training(checkpoint)
         if self.is_world_process_zero():
-            if self.recipe is None:  # else the plan of a command has said it
-                tqdm.write(describe_what_trains(self.model, self.saved_settings(), checkpoint is not None))
-                for sentence in describe_repeated(self):
-                    logger.warning(sentence)
-            log_start(self.model, self.start, checkpoint)
-            rows = self.args.rows_per_process
-            warning = describe_mean(self.rule, num_loops, self.physical_layers, rows, self.gate_seed)
-            if warning is not None:
-                logger.warning(warning)
+            self._log_beginning(checkpoint)
         self.looped.trained_adapter, self.looped.loaded_adapter = self.model.active_adapters[0], None
         self.looped.trained_with = self.saved_settings()
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
@@ -236,6 +221,28 @@ class GateSamplingMixin(AdapterTrainingMixin):
             self.gate_state.reset()
             self.unit_gates.micro_batch = 0
             self.looped.num_loops = num_loops
+
+    def _identify_training(self, checkpoint: Checkpoint | None) -> int:
+        """Set the number, the identifier and the start of a training. Return the step that it begins or continues at."""
+        self.resumption.training_number = number_training(self.args.output_dir, checkpoint)
+        self.start = find_start(self.model, self.saved_facts["base_weights"], checkpoint)
+        if checkpoint is None:
+            self.training_id = uuid.uuid4().hex
+            return 0
+        self.training_id = find_source(checkpoint).training_id
+        return load_state(checkpoint).global_step
+
+    def _log_beginning(self, checkpoint: Checkpoint | None) -> None:
+        """Log what the training trains, what it starts from, and a rule whose gates have another mean than one."""
+        if self.recipe is None:  # else the plan of a command has said it
+            tqdm.write(describe_what_trains(self.model, self.saved_settings(), checkpoint is not None))
+            for sentence in describe_repeated(self):
+                logger.warning(sentence)
+        log_start(self.model, self.start, checkpoint)
+        rows = self.args.rows_per_process
+        warning = describe_mean(self.rule, self.num_loops, self.physical_layers, rows, self.gate_seed)
+        if warning is not None:
+            logger.warning(warning)
 
     def _record_facts(self, **further: Any) -> None:
         """Record in the settings of the adapter how far it was trained, and on which data."""
