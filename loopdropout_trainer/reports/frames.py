@@ -363,15 +363,12 @@ def average(rows: pd.DataFrame) -> pd.Series:
             f"`{name}` differs between {describe_results(rows, name)}, so they have no common mean. {ONE_AT_A_TIME} In a "
             f"table of your own, a cell can also select one value, such as `{name}: {value}`."
         )
-    values = rows[["seed", "value"]].drop_duplicates().set_index("seed")["value"].sort_index()
-    if values.index.has_duplicates:
-        seed = values.index[values.index.duplicated()][0]
-        is_of_seed = rows["seed"] == seed
-        if pd.isna(seed):
-            is_of_seed = rows["seed"].isna()
-        own = rows[is_of_seed]
+    by_seed = rows[["seed", "value"]].drop_duplicates().sort_values("seed")  # a seed that is missing comes last
+    repeated = by_seed["seed"][by_seed["seed"].duplicated()]
+    if len(repeated):
+        own = rows[rows["seed"].isin(repeated.head(1))]
         raise UserError(f"One seed has two results, {describe_results(own, 'value')}. {ONE_AT_A_TIME}")
-    return values
+    return by_seed.set_index("seed")["value"]
 
 
 ONE_AT_A_TIME = "Report their folders one at a time, or move one of them away."

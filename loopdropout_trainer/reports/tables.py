@@ -184,20 +184,30 @@ def _compare_gains(gains: pd.Series, ours: pd.DataFrame, other: pd.DataFrame, pa
         return Gain(math.nan)
     if ours["chose"].any():
         return Gain(gains.mean(), test=NOT_A_TEST)
-    if len(gains) == 1 and not part and pd.concat([ours, other])["samples"].notna().all():
-        samples, others = paired_samples(ours, other, gains.index[0])
-        if samples and have_same_problems(samples, others):  # not of two tasks, and no file is missing
-            found = compare_answers(samples, others)
-            if found.n < FEWEST_PROBLEMS:
-                return Gain(found.gain, test=TOO_FEW)
-            return Gain(found.gain, found.low, found.high, found.p, OVER_PROBLEMS)
     if len(gains) == 1:
+        if part is None:
+            over_problems = _compare_problems(ours, other, gains.index[0])
+            if over_problems is not None:
+                return over_problems
         return Gain(gains.iloc[0])
     if np.allclose(gains, gains.iloc[0], rtol=1e-9, atol=1e-9):  # apart from rounding
         return Gain(gains.mean(), test=EQUAL)
     test = stats.ttest_1samp(gains, 0)
     interval = test.confidence_interval()
     return Gain(gains.mean(), interval.low, interval.high, test.pvalue, OVER_SEEDS)
+
+
+def _compare_problems(ours: pd.DataFrame, other: pd.DataFrame, seed: float) -> Gain | None:
+    """Return the difference of one seed, tested over problems, or None if there are no answers to the same problems."""
+    if pd.concat([ours, other])["samples"].isna().any():
+        return None
+    samples, others = paired_samples(ours, other, seed)
+    if not samples or not have_same_problems(samples, others):  # of two tasks, or a file is missing
+        return None
+    found = compare_answers(samples, others)
+    if found.n < FEWEST_PROBLEMS:
+        return Gain(found.gain, test=TOO_FEW)
+    return Gain(found.gain, found.low, found.high, found.p, OVER_PROBLEMS)
 
 
 def explain_differences(numbers: pd.DataFrame) -> list[str]:
