@@ -36,19 +36,23 @@ def split_examples(
     """
     preparation = PREPARATIONS[args.preparation]
     orders = read_numbers(examples.rows, "order")
-    preferred, chosen = preparation.split(orders, args.num_held_out)  # indices
-    held_out = examples.select(chosen) if eval_examples is None else eval_examples
-    is_repeated = _find_repeats(examples, held_out)[preferred]
-    if is_repeated.any():
-        left_out.append(LeftOut(int(is_repeated.sum()), "examples", f"they repeat {OF_HELD_OUT}"))
-    preferred = preferred[~is_repeated]
-    if eval_examples is not None and not len(preferred):
+    # Indices of `examples`: those to train on by preference, and those to hold out, which are none with `eval_files`.
+    train_indices, held_out_indices = preparation.split(orders, args.num_held_out)
+    held_out = eval_examples
+    if held_out is None:
+        held_out = examples.select(held_out_indices)
+    is_repeated = _find_repeats(examples, held_out)[train_indices]
+    num_repeated = int(is_repeated.sum())
+    if num_repeated:
+        left_out.append(LeftOut(num_repeated, "examples", f"they repeat {OF_HELD_OUT}"))
+    train_indices = train_indices[~is_repeated]
+    if eval_examples is not None and not len(train_indices):
         raise UserError("The data must have an example that is not in `eval_files`, got none.")
     num_usable = len(np.unique(orders))  # without repeats, because those of held-out examples are not trained on
-    _check_numbers(args, len(preferred), len(chosen), num_usable)
+    _check_numbers(args, len(train_indices), len(held_out_indices), num_usable)
     # The first ones by preference are taken. They are trained on in the order of the source.
     num_train = args.num_train_examples or preparation.num_train_examples
-    taken = np.sort(preferred[:num_train])
+    taken = np.sort(train_indices[:num_train])
     return Split(examples.select(taken), held_out)
 
 

@@ -93,19 +93,27 @@ class Job:
         is_decided = settings.get("resume_from_checkpoint") is not None
         self.starts_over = is_decided and not training.resume_from_checkpoint
         self.runs = self._make_runs(settings)
-        conflicts = [run.find_conflict() for run in self.runs]
-        self.conflict = next((conflict for conflict in conflicts if conflict is not None), None)
+        self.conflict = self._find_conflict()
         if self.conflict is not None and not script.dry_run:
             raise UserError(self.conflict)
+        # Set by the steps of the job.
         self.tasks: list[Task | Group] = []
         self.references: list[dict[str, str]] = []
         self.progress: JobProgressCallback | None = None
+        self.loaded: LoadedExamples | None = None
         self.trainings: list[Training] = []
         self.plan: dict[str, str] = {}
-        self.loaded: LoadedExamples | None = None
         if training.process_index == 0:
             self.trainings = read_trainings(self.runs, model, adapter)
             self.plan = describe_plan(self.runs, model, adapter, self.trainings)
+
+    def _find_conflict(self) -> str | None:
+        """Return the message about the first run that the files in its folder keep from starting, or None."""
+        for run in self.runs:
+            conflict = run.find_conflict()
+            if conflict is not None:
+                return conflict
+        return None
 
     def _make_runs(self, settings: Mapping[str, Any]) -> list[Run]:
         """Return the run of the recipe and those of `compare_with`, with their names and the checkpoints they continue from.
@@ -113,8 +121,9 @@ class Job:
         Raises:
             UserError: If the settings of a run exclude each other.
         """
-        # Somebody may repeat the run from its `recipe.yaml`. Whether to resume is decided at each start: `false` from the
-        # recipe would discard the checkpoints of an interrupted repetition.
+        # The recipe is saved without the secret and without `resume_from_checkpoint`. Whether to resume is decided at each
+        # start: if somebody repeats the run from its `recipe.yaml`, `false` there would discard the checkpoints of an
+        # interrupted repetition.
         unsaved = ("hub_token", "resume_from_checkpoint")
         recipe = {name: value for name, value in settings.items() if name not in unsaved}
         runs = [Run(self.script_args, self.args, recipe, self.starts_over)]

@@ -98,16 +98,17 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
     rates = ", ".join(f"{rate:g}" for rate in sorted(sweep.learning_rates))
     if sweep.extend_grid:
         rates += " (and more at the edge of the grid)"
-    trainings = {method: _read_training(sweep, method) for method in sweep.recipes}
-    sizes = {method: _describe_size(sweep, training) for method, training in trainings.items()}
+    in_recipes = {method: _read_training(sweep, method) for method in sweep.recipes}
+    sizes = {method: _describe_size(sweep, training) for method, training in in_recipes.items()}
+    trainings = count_sweep_examples(examples, in_recipes)  # with the numbers of the loaded examples
     example_lines = {}
     if examples:
-        trainings = count_sweep_examples(examples, trainings)
-        by_title = describe_sweep_examples(examples, trainings)
-        example_lines = {title: _by_method(texts) for title, texts in by_title.items()}
+        for title, texts in describe_sweep_examples(examples, trainings).items():
+            example_lines[title] = _by_method(texts)
     costs = _describe_costs(sweep, trainings)
     measured = _describe_measured_time(sweep)
-    if measured and find_obstacle([*trainings.values()]) is not None:  # the line would say how to measure the time
+    is_computed = find_obstacle([*trainings.values()]) is None
+    if measured and not is_computed:  # the line would only say how to measure the time
         costs["time"] = ""
     num_ended, total = sweep.count()
     return {
@@ -286,14 +287,17 @@ def _describe_choice(sweep: Any) -> str:
 def _describe_evaluations(sweep: Any) -> dict[str, str]:
     """Return the measurements of the final runs of each method, in plain words."""
     measurements = {method: _list_measurements(sweep, method) for method in sweep.recipes}
-    own = [tuple(steps) for steps in measurements.values()]
+    all_steps = [*measurements.values()]
     texts = {}
     for method, steps in measurements.items():
-        texts[method] = "none"
-        if steps:
-            num_runs = count(_count_final_runs(sweep, method), "final run")
-            whose = " of each method" if own.count(tuple(steps)) > 1 or len(own) == 1 else ""
-            texts[method] = "\n  ".join([f"{num_runs}{whose}:", *steps])
+        if not steps:
+            texts[method] = "none"
+            continue
+        runs = count(_count_final_runs(sweep, method), "final run")
+        is_shared = all_steps.count(steps) > 1
+        if is_shared or len(all_steps) == 1:  # else the text has the name of its only method
+            runs += " of each method"
+        texts[method] = "\n  ".join([f"{runs}:", *steps])
     return texts
 
 
