@@ -265,7 +265,7 @@ def _warn_of_later_results(source: Source) -> None:
     In Python, `train` writes the results and `save_model` the adapter, so a training that was continued can lack the second.
     """
     step = source.metadata.get("step")
-    if step is None or source.training_id is None:  # an older adapter, or one of another program
+    if step is None:  # of an older adapter, or one of another program
         return
     rows = [row for row in read_own_results(source.run) if is_of_training(row) and row.get("training") is not None]
     if not rows:
@@ -274,7 +274,10 @@ def _warn_of_later_results(source: Source) -> None:
     is_same = last["training"] == source.training_id
     if is_same and last["step"] <= step:
         return
-    results = f"step {last['step']:,}" if is_same else "another training"
+    is_untrained = source.training_id is None  # as if a trainer saves its adapter before it trains
+    results = "another training"
+    if is_same or is_untrained:
+        results = f"step {last['step']:,}"
     warn_once(
         f"{source.name} holds the adapter of step {step:,}, but the results there are of {results}. After a training in "
         f"Python, {_advise_saving(source.run)}"

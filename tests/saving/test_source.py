@@ -680,14 +680,17 @@ def test_adapter_that_a_later_training_did_not_replace_is_named(make_sft, tmp_pa
         find_source(tmp_path)
         return log.text
 
+    advice = "After a training in Python, call `trainer.save_model()`, or use"
     first = trainer(2)
+    first.save_model()
     first.train()
+    untrained = f"{tmp_path} holds the adapter of step 0, but the results there are of step 2."
+    assert f"{untrained} {advice} {tmp_path}/checkpoint-2." in warning()
     first.save_model()
     assert warning() == ""
     second = trainer(4)
     second.train(resume_from_checkpoint=True)
     message = f"{tmp_path} holds the adapter of step 2, but the results there are of"
-    advice = "After a training in Python, call `trainer.save_model()`, or use"
     assert f"{message} step 4. {advice} {tmp_path}/checkpoint-4." in warning()
     assert warning() == ""  # once in a process
     trainer(2).train()
