@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -53,6 +54,23 @@ def check_devices(args: TrainingArguments) -> None:
             "runs a process for each GPU (`accelerate launch -m loopdropout_trainer sft RECIPE.yaml`), or set the environment "
             "variable CUDA_VISIBLE_DEVICES=0 to train on one."
         )
+
+
+def reset_accelerator(args: TrainingArguments) -> None:
+    """Reset the state that all accelerators of a process share, if another trainer has set it for other arguments.
+
+    accelerate otherwise raises an error about the precision, and a trainer that exists would train in the other precision.
+    """
+    if not is_initialized():
+        return
+    state = AcceleratorState()
+    if state.distributed_type == DistributedType.DEEPSPEED:  # whose configuration has the precision
+        return
+    if (state.mixed_precision, state.device.type) == (args.mixed_precision, args.device.type):
+        return
+    # Each new configuration of transformers resets the state, and chooses the devices again.
+    fields = ("output_dir", "use_cpu", "bf16", "fp16", "ddp_backend", "ddp_timeout")
+    TrainingArguments(**{name: getattr(args, name) for name in fields})
 
 
 def _asks_for_fsdp() -> bool:

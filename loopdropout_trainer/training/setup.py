@@ -39,7 +39,12 @@ from loopdropout_trainer.training.adapter_pushes import AdapterPushMixin
 from loopdropout_trainer.training.argument_checks import check_kinds, check_names
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
-from loopdropout_trainer.training.distributed import check_devices, check_processes, float32_adapter
+from loopdropout_trainer.training.distributed import (
+    check_devices,
+    check_processes,
+    float32_adapter,
+    reset_accelerator,
+)
 from loopdropout_trainer.training.examples import (
     check_assistant_loss,
     check_columns,
@@ -184,6 +189,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
             model = str(model)
         args = self.config_class.from_trl(arguments["args"], model)
         check_devices(args)
+        reset_accelerator(args)
         model = model_path(model)
         arguments["args"], arguments["model"] = args, model
         revision = (args.model_init_kwargs or {}).get("revision") or "main"
@@ -334,7 +340,8 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         self.saved_facts["base_weights"] = digest_weights(self.model)
 
     def restore_accelerator(self) -> None:
-        """Make the accelerator again if its state is gone. Each new configuration resets it for all trainers of a process."""
+        """Make the accelerator again if its state is gone or another trainer's. Each new configuration resets it."""
+        reset_accelerator(self.args)
         if not hasattr(self.accelerator.state, "distributed_type"):
             self.create_accelerator_and_postprocess()
 

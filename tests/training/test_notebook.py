@@ -342,6 +342,21 @@ def test_config_of_another_trainer_changes_nothing(make_sft, config, action, is_
         assert got["eval_loss"] == want["eval_loss"]
 
 
+def test_trainer_takes_a_config_that_is_older_than_another(make_sft, config, dataset, tokenizer):
+    """accelerate keeps one precision in a process, which each of our trainers sets again for itself."""
+    data = {"train_dataset": dataset, "processing_class": tokenizer}
+    older = config(bf16=True, gradient_checkpointing=False, max_steps=1)
+    alone = LoopDropoutSFTTrainer(tiny_ouro(), older, **data)
+    alone.train()
+    exact = make_sft(tiny_ouro(), max_steps=1)
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), older, **data)  # accelerate raises if its state is not reset
+    exact.train()
+    assert exact.accelerator.mixed_precision == "no"
+    trainer.train()
+    assert trainer.accelerator.mixed_precision == "bf16"
+    assert_same_weights(trainer, alone)
+
+
 @pytest.mark.parametrize("repository", [None, "user/adapter"])
 def test_card_has_the_given_name(make_sft, repository):
     trainer = make_sft(hub_model_id=repository)
