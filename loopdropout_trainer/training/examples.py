@@ -259,7 +259,8 @@ def check_assistant_loss(
 
     Args:
         args: Settings of the training.
-        datasets: Datasets with their names in messages, of which the first examples are read.
+        datasets: Datasets with their names in messages, of which the first examples are read. The first dataset is trained
+            on. The other ones are only checked if the training evaluates them.
         tokenizer: Tokenizer, whose chat template must mark the turns unless TRL knows it.
     """
     if not getattr(args, "assistant_only_loss", False):
@@ -268,6 +269,8 @@ def check_assistant_loss(
         example = read_first(dataset)
         if example is not None:
             _check_turns_of(title, example, args, tokenizer)
+        if word_of(args.eval_strategy) == "no":
+            return
 
 
 def _check_turns_of(

@@ -39,12 +39,7 @@ from loopdropout_trainer.training.adapter_pushes import AdapterPushMixin
 from loopdropout_trainer.training.argument_checks import check_kinds, check_names
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
-from loopdropout_trainer.training.distributed import (
-    check_devices,
-    check_processes,
-    float32_adapter,
-    reset_accelerator,
-)
+from loopdropout_trainer.training.distributed import check_devices, check_processes, float32_adapter, reset_accelerator
 from loopdropout_trainer.training.examples import (
     check_assistant_loss,
     check_columns,

@@ -485,7 +485,8 @@ def test_loss_of_turns_needs_turns(make, make_sft, tokenizer, monkeypatch, datas
     with user_error(f"{message} `train_dataset`. Of a pair"):
         make_sft(rows=dataset, assistant_only_loss=True)
     with user_error(f"{message} `eval_dataset`"):
-        make(SFT, CHAT, dataset, assistant_only_loss=True)
+        make(SFT, CHAT, dataset, assistant_only_loss=True, eval_strategy="epoch")
+    make(SFT, CHAT, dataset, assistant_only_loss=True, eval_strategy="no")
     for row in ({"messages": TURNS[:1]}, {"prompt": TURNS, "completion": TURNS[:1]}):
         target = [*row][-1]
         sound = {"prompt": TURNS[:1], "completion": TURNS[1:], "messages": TURNS}
