@@ -19,7 +19,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, closest_match, count, short_repr
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw, GateRule, change_p, make_rule
-from loopdropout_trainer.gates.rule import not_a_rule
+from loopdropout_trainer.gates.rule import as_rule
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import (
     adapted_layers,
@@ -77,10 +77,7 @@ def loop_dropout(
 
 def _as_drawing_rule(rule: Any) -> GateRule:
     """Return the rule of a name, or the given rule. Raise UserError unless it is a rule that only draws gates."""
-    if isinstance(rule, str):
-        rule = make_rule(rule)
-    if not isinstance(rule, GateRule):
-        raise not_a_rule(rule)
+    rule = as_rule(rule)
     needs_trainer = rule.uses_steps or rule.wants_sensitivity or rule.draws_per_batch > 1
     if rule.lora_kind != "gated" or needs_trainer:
         raise UserError(
@@ -145,7 +142,12 @@ class LoopDropoutHandle:
         ]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raise UserError for a mistyped name, which would have no effect, and for a wrong `sample` or `seed`."""
+        """Raise UserError for a wrong `sample` or `seed`, and for a mistyped name or a removed handle, without effect."""
+        if name in _SETTABLE and vars(self).get("_hooks") == []:
+            raise UserError(
+                f"`{name}` must be set before `remove()`, which has ended the draws of this handle. Call `loop_dropout` on "
+                "the model again."
+            )
         if name == "seed":
             value = _check_seed(value)
         if name == "sample" and not callable(value):

@@ -165,6 +165,15 @@ def make_rule(name: str, **fields: Any) -> GateRule:
     return make_from_fields(RULES, "rule", name, fields, hint_at_own_file())
 
 
+def as_rule(rule: str | GateRule) -> GateRule:
+    """Return the rule of a name, or the given rule. Raise UserError for another value."""
+    if isinstance(rule, str):
+        return make_rule(rule)
+    if not isinstance(rule, GateRule):
+        raise not_a_rule(rule)
+    return rule
+
+
 def not_a_rule(value: Any) -> UserError:
     """Return the error about a value of `rule` that is neither a name nor a rule, such as a function or a class."""
     hint = ""

@@ -287,7 +287,10 @@ def find_smallest_dimension(model: nn.Module) -> int:
 def check_present(model: PeftModel) -> None:
     """Raise UserError if the model or its layers have no adapter, without which nothing trains or is saved."""
     if not isinstance(model, PeftModel):
-        raise UserError(f"{type(model).__name__} has no adapter to gate. Wrap it with peft.get_peft_model first.")
+        fix = "Wrap it with peft.get_peft_model first."
+        if any(isinstance(module, PeftModel) for module in model.modules()):  # in DDP
+            fix = "Give the PEFT model that it wraps, which is its `module` in DDP."
+        raise UserError(f"{type(model).__name__} has no adapter to gate. {fix}")
     if model.peft_config and not any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise UserError(
             f"The layers of the adapter {next(iter(model.peft_config))!r} must be in the model, but `merge_and_unload` or "

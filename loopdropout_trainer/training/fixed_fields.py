@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -100,6 +101,9 @@ _OFTEN_SET = (
 )
 """Fields that apply when they are set on the arguments, and that somebody could set on the trainer itself by mistake."""
 
+_SETTABLE = ("eval_dataset", "num_loops", "p", "rule", "train_dataset")
+"""Attributes of a trainer that people set and mistype."""
+
 
 def copy_fields(args: TrainingArguments, names: Sequence[str] = _READ_ONCE) -> dict[str, Any]:
     """Return copies of fields, by their names."""
@@ -114,9 +118,10 @@ def find_changed(args: TrainingArguments, made_with: Mapping[str, Any]) -> list[
 def changed_field(args: TrainingArguments, made_with: Mapping[str, Any], name: str) -> UserError:
     """Return the error about a field that has changed since a trainer was made."""
     before, now = short_repr(made_with[name]), short_repr(getattr(args, name))
-    return UserError(
-        f"`{name}` must keep its value {before} after the trainer was made, got {now}. Make a new trainer."
-    )
+    fix = "Make a new trainer."
+    if name in ("rule", "rule_args"):
+        fix = "Set another rule by `trainer.rule = ...`, to its name or to a rule such as `ExactlyM(m=2)`."
+    return UserError(f"`{name}` must keep its value {before} after the trainer was made, got {now}. {fix}")
 
 
 def check_attribute(trainer: Any, name: str, value: Any) -> None:
@@ -134,6 +139,10 @@ def check_attribute(trainer: Any, name: str, value: Any) -> None:
         raise UserError(
             f"`{name}` must be set on the arguments, by `trainer.args.{name} = ...`, and not on the trainer."
         )
+    if not hasattr(trainer, name):
+        meant = difflib.get_close_matches(name.lower(), _SETTABLE, n=1, cutoff=0.85)
+        if meant:
+            raise UserError(f"`{name}` is not an attribute of the trainer. Did you mean {meant[0]!r}?")
     if name == "train_dataset":
         _check_prepared(trainer.train_dataset, value)
 

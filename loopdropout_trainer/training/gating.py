@@ -14,7 +14,7 @@ from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gate_state import BatchOptions
 from loopdropout_trainer.gates import RULES, GateRule
-from loopdropout_trainer.gates.rule import fields_of, is_packaged
+from loopdropout_trainer.gates.rule import as_rule, fields_of, is_packaged
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
@@ -86,17 +86,13 @@ class GatingMixin:
     def rule(self) -> GateRule:
         """Rule that draws the gates. The fields of `args` make it, which also name it in results and cards.
 
-        Setting another rule sets these fields. It must train the same kind of adapter.
+        Setting another rule, also by its name, sets these fields. It must train the same kind of adapter.
         """
         return self._rule
 
     @rule.setter
-    def rule(self, rule: GateRule) -> None:
-        if not isinstance(rule, GateRule):
-            raise UserError(
-                f"`rule` of a trainer must be an instance of a rule, got {short_repr(rule)}. Make a new trainer for another "
-                "rule, and set `trainer.args.p` for another `p`."
-            )
+    def rule(self, rule: str | GateRule) -> None:
+        rule = as_rule(rule)
         if not isinstance(rule, RULES.get(rule.name, ())):
             raise UserError(f"`rule` must be a rule with `@register_rule`, got {short_repr(rule)}.")
         if _describe_kind(rule) != _describe_kind(self._rule):
@@ -222,7 +218,7 @@ class GatingMixin:
         if changed == ["p"]:
             rule = self.args.make_rule()
             if rule.alpha_factor == self.rule.alpha_factor:  # which the adapter was made with
-                self._rule, self._made_with["p"] = rule, self.args.p
+                self.rule = rule  # which also sets the rule's own `p`, if it has been set to None
                 return
         raise changed_field(self.args, self._made_with, changed[-1])
 

@@ -154,6 +154,9 @@ def test_remove_restores_the_model(make):
     newer = loop_dropout(peft_model)
     dropout.remove()
     assert gated_layers(peft_model) and newer.gate_state.dropout is newer
+    for name in ("p", "rule"):
+        with user_error(f"`{name}` must be set before `remove..`, .* Call `loop_dropout` on the model again"):
+            setattr(dropout, name, 0.1)
     with user_error("Call `remove"):
         loop_dropout(peft_model)
 
@@ -241,6 +244,8 @@ def test_wrong_arguments_of_a_handle_raise(make_sft):
         loop_dropout(with_adapter(), rule=lambda draw: [1, 1, 1, 1])
     with user_error("`model` must be a looped model, .* Pass its `model`"):
         loop_dropout(make_sft(), p=0.5)
+    with user_error("DataParallel has no adapter to gate. Give the PEFT model that it wraps, which is its `module`"):
+        loop_dropout(torch.nn.DataParallel(with_adapter()))
     with user_error("`seed` must be an integer, got 1.5"):
         loop_dropout(with_adapter(), seed=1.5)
     with user_error("Set the fields of a rule in one place"):

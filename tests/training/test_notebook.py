@@ -766,8 +766,8 @@ def test_changed_learning_rate_applies_to_the_next_training(make_sft, log):
         trainer.args.learning_rate = value
         with user_error(message):
             trainer.train()
-    with user_error("`rule` of a trainer must be an instance of a rule, got 'lora'"):
-        trainer.rule = "lora"
+    with user_error("`rule` must be a name, or a rule such as .*, got <function .* Write the function as the method"):
+        trainer.rule = lambda draw: [1, 1, 1, 1]
 
 
 def test_model_that_replaces_the_adapter_raises(train):
@@ -887,12 +887,27 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
     with user_error(r"`p` must be a number in \[0, 1\), got 2"):
         trainer.p = 2
     assert trainer.p == 0.75
+    trainer.p = None  # the rule's own value
+    trainer.prepare_gates()
+    assert trainer.p == trainer.saved_settings()["p"] == 0.5
     with user_error("`callback` must be a `TrainerCallback`, got 'x'"):
         trainer.add_callback("x")
     for name in ("learning_rate", "max_steps", "max_length", "rule_args", "gate_seed"):
         with user_error(f"`{name}` must be set on the arguments, by `trainer.args.{name} = ...`"):
             setattr(trainer, name, 1)
     trainer.note = "an attribute of the user"
+    for name, meant in {"rul": "rule", "P": "p", "num_lops": "num_loops"}.items():
+        with user_error(f"`{name}` is not an attribute of the trainer. Did you mean '{meant}'?"):
+            setattr(trainer, name, 1)
+    with user_error("`rule` must be one of .*, got 'exactly_n'. Did you mean 'exactly_m'"):
+        trainer.rule = "exactly_n"
+    with user_error("`rule` must be a name, or a rule such as .*, got 5"):
+        trainer.rule = 5
+    trainer.rule = "coto"
+    assert (trainer.args.rule, trainer.rule) == ("coto", make_rule("coto"))
+    trainer.args.rule = "independent"
+    with user_error("`rule` must keep its value 'coto' .* Set another rule by `trainer.rule = ...`"):
+        trainer.train()
     trainer.rule = ExactlyM(m=1)
     trainer.num_loops = 3
     trainer.model.to(torch.bfloat16)
