@@ -151,13 +151,18 @@ def _training_number(checkpoint: str | Path) -> int:
 
     The trainings in a folder are numbered in the order in which they began, because the clock may have gone back.
     """
-    try:
-        value = read_json_object(Path(checkpoint, STATE_FILE))
-    except (OSError, ValueError):
-        return 0
+    value = _read_state(checkpoint)
     for name in ("stateful_callbacks", RESUMPTION, "attributes", "training_number"):
         value = value.get(name) if isinstance(value, dict) else None
     return value if isinstance(value, int) else 0
+
+
+def _read_state(checkpoint: str | Path) -> dict[str, Any] | None:
+    """Return the fields of a checkpoint's state, or None if it cannot be read."""
+    try:
+        return read_json_object(Path(checkpoint, STATE_FILE))
+    except (OSError, ValueError):
+        return None
 
 
 def number_training(output_dir: str | Path, checkpoint: str | Path | None) -> int:
@@ -180,7 +185,11 @@ def number_training(output_dir: str | Path, checkpoint: str | Path | None) -> in
 
 def complete_checkpoints(output_dir: str | Path) -> Iterator[Checkpoint]:
     """Yield the checkpoints in a folder that a training can continue from, the newest first. The others are logged."""
-    for folder in reversed(list_checkpoints(output_dir)):
+    folders = list_checkpoints(output_dir)
+    # The training of a checkpoint without a readable state is not known, as when its program was killed while it saved. It
+    # may be the newest one, so it is logged before the others.
+    folders.sort(key=lambda folder: _read_state(folder) is None)
+    for folder in reversed(folders):
         fault = find_fault(folder)
         if fault is None:
             yield Checkpoint(folder)
@@ -250,11 +259,18 @@ def find_shortening(checkpoint: Checkpoint, args: TrainingArguments) -> str | No
 
 def find_fault(checkpoint: Path) -> str | None:
     """Return why a training cannot continue from a checkpoint, as the end of a sentence about it, or None."""
-    try:
-        read_json_object(checkpoint / STATE_FILE)
-    except (OSError, ValueError):
+    return find_broken_save(checkpoint) or _find_missing(checkpoint)
+
+
+def find_broken_save(checkpoint: Path) -> str | None:
+    """Return why a checkpoint has not all that was saved there, as the end of a sentence about it, or None.
+
+    Unlike `find_fault`, it accepts a checkpoint that was saved without the state of the optimizer.
+    """
+    damage = find_damage(checkpoint)
+    if damage is None and _read_state(checkpoint) is None:
         return f"has no readable {STATE_FILE}"
-    return find_damage(checkpoint) or _find_missing(checkpoint)
+    return damage
 
 
 def _find_missing(checkpoint: Path) -> str | None:

@@ -24,8 +24,8 @@ from loopdropout_trainer.results.training_results import (
     training_results,
 )
 from loopdropout_trainer.saving.cards import CARD_FILE, read_card_of, write_model_card
-from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints
-from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
+from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints, find_broken_save
+from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.saving.source import find_source
@@ -150,7 +150,7 @@ class AdapterFilesMixin:
         args = self.args
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if args.should_save:
-            if folder.is_dir() and not folder.is_symlink() and find_damage(folder):
+            if folder.is_dir() and not folder.is_symlink() and find_broken_save(folder):
                 shutil.rmtree(folder)  # whose other files would count as files of the new checkpoint
             begin(folder)
         self.accelerator.wait_for_everyone()  # before another process writes into the folder

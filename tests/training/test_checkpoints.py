@@ -87,6 +87,25 @@ def test_damaged_checkpoint_is_not_used(tmp_path, make_sft, name, caplog):
     assert len(resumed.seen) == 2
 
 
+@pytest.mark.parametrize("checksums", ["{}", None])
+def test_unfinished_newest_checkpoint_is_named(tmp_path, make_sft, checksums, caplog):
+    """A program that is killed while it saves leaves no state, so the number of the checkpoint's training is not known."""
+    fields = {"cls": Recorder, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    make_sft(**fields).train()
+    newest = tmp_path / "checkpoint-2"
+    (newest / "trainer_state.json").unlink()
+    (newest / CHECKSUMS_FILE).unlink()
+    reason = "has no readable trainer_state.json"
+    if checksums is not None:
+        (newest / CHECKSUMS_FILE).write_text(checksums)
+        reason = "was not saved completely"
+    leftover = newest / f".{CHECKSUMS_FILE}.25914"
+    leftover.touch()
+    make_sft(**fields).train(resume_from_checkpoint=True)
+    assert f"{newest} is not used, because it {reason}" in caplog.text
+    assert newest_checkpoint(tmp_path) == str(newest) and not leftover.exists()
+
+
 def test_leftovers_are_not_files_of_a_new_checkpoint(tmp_path, make_sft):
     """A resumed training saves again where a damaged checkpoint stands, also over files that nothing can read."""
     fields = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
