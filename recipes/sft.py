@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
     def make_trainer(run: Run) -> LoopDropoutSFTTrainer:
-        trainer_class = LoRADropoutSFTTrainer if run.args.rule == "lora_dropout" else LoopDropoutSFTTrainer
+        trainer_class = LoRADropoutSFTTrainer if run.args.make_rule().draws_per_batch > 1 else LoopDropoutSFTTrainer
         trainer = trainer_class(
             model=job.load_model(run),
             args=run.args,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.memory import count_operations, count_parameters, estimate_memory, read_depth
+from loopdropout_trainer.memory import count_operations, estimate_memory
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig
 from loopdropout_trainer.training.evaluation_fields import word_of
@@ -40,6 +40,22 @@ AS_IF_LONG = "as if each example had `max_length` tokens"
 """Assumption of the upper bounds that are known before the data are loaded."""
 
 
+class Sizes(NamedTuple):
+    """Sizes of a base model and of an adapter on it. Each of them is None if it is not known.
+
+    Attributes:
+        num_loops: The model's own recurrence depth K.
+        num_parameters: Number of parameters of the adapter, which all loops share.
+        smallest_projection: Smallest dimension of the adapted projections.
+        one_depth_type: `model_type` of a model that trains only at the depth it was built for, else None.
+    """
+
+    num_loops: int | None = None
+    num_parameters: int | None = None
+    smallest_projection: int | None = None
+    one_depth_type: str | None = None
+
+
 class Training(NamedTuple):
     """Everything that the cost of a training depends on.
 
@@ -49,6 +65,7 @@ class Training(NamedTuple):
         model: Base model.
         config: Content of the base model's config.json, or an empty mapping.
         rank: Rank of the adapter, or None if it is not known.
+        sizes: Sizes of the base model and of the adapter.
         num_tokens: Counted tokens of the training, or None before the data are loaded and if they are not counted.
         num_rows: Number of rows of the training, or None before the data are loaded.
     """
@@ -58,13 +75,14 @@ class Training(NamedTuple):
     model: ModelArguments
     config: Mapping[str, Any]
     rank: int | None
+    sizes: Sizes
     num_tokens: int | None = None
     num_rows: int | None = None
 
     @property
     def depth(self) -> int | None:
         """Recurrence depth K, or None if only the loaded model tells it."""
-        return self.model.num_loops or read_depth(self.config)
+        return self.model.num_loops or self.sizes.num_loops
 
     @property
     def is_supervised(self) -> bool:
@@ -90,9 +108,7 @@ class Training(NamedTuple):
     @property
     def num_parameters(self) -> int | None:
         """Number of trained parameters without learned gates, or None if it is not known."""
-        if self.rank is None or self.recipe.get("lora_target_modules"):
-            return None
-        number = count_parameters(self.config, self.rank)
+        number = self.sizes.num_parameters
         if number is not None and self.args.make_rule().lora_kind == "per_loop":
             number *= self.depth
         return number
@@ -341,12 +357,11 @@ def estimate_training_memory(
 
 
 def _describe_disk(trainings: Sequence[tuple[Training, int]]) -> str:
-    """Return the size of the files of trainings, or "" if the number of trained parameters is not known.
-
-    An adapter is saved in float32.
-    """
-    if any(training.num_parameters is None for training, _ in trainings):
-        return ""
+    """Return the size of the files of trainings, or why it is not computed. An adapter is saved in float32."""
+    for training, _ in trainings:
+        if training.num_parameters is None:
+            whose = "adapter" if training.rank is None else "model"
+            return f"not computed, because the sizes of the {whose} are not known"
     adapters = sum(4 * training.num_parameters * number for training, number in trainings)
     parts = [f"{_name_size(adapters)} for adapters", _describe_checkpoints(trainings)]
     merged = sum(_weights(training) * number for training, number in trainings if training.recipe.get("merge"))

@@ -35,6 +35,7 @@ from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
 from loopdropout_trainer.settings.recipe import build, dump_recipe, override
+from loopdropout_trainer.training.sampling import check_sampling
 
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ class Job:
         try:
             with self._plan_without_network():
                 loaded = load_training_examples(self.data_args, self.args, tokenizer, max_length, left_out)
+            check_sampling(self.args, loaded.datasets["train"])
         except BaseException:
             if left_out and self.args.process_index == 0:
                 print(*describe_left_out(left_out), sep="\n", flush=True)

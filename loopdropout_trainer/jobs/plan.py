@@ -11,6 +11,7 @@ from loopdropout_trainer.costs.evaluations import add_answers, count_answers
 from loopdropout_trainer.costs.paper import describe_paper_costs
 from loopdropout_trainer.costs.published import PUBLISHED
 from loopdropout_trainer.costs.trainings import (
+    Sizes,
     Training,
     count_steps,
     describe_costs,
@@ -22,12 +23,13 @@ from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.errors import UserError, count, is_unreachable, join_command
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.jobs.runs import Run
-from loopdropout_trainer.memory import count_parameters, find_smallest_projection, read_depth
+from loopdropout_trainer.memory import count_parameters, find_smallest_projection, read_depth, read_shape
 from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.saving.hub import can_reach_hub, is_hub_name, means_folder
 from loopdropout_trainer.saving.pushing import LOG_IN, find_repository, has_token
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.terminal import titled
+from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.evaluation_fields import word_of
 
 
@@ -36,9 +38,27 @@ if TYPE_CHECKING:
 
 
 def read_trainings(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments) -> list[Training]:
-    """Return what the costs of each run depend on. The configuration of the base model is read once."""
+    """Return what the costs of each run depend on."""
+    return [read_training(run.args, run.recipe, model, adapter) for run in runs]
+
+
+def read_training(
+    args: GateConfig, recipe: Mapping[str, Any], model: ModelArguments, adapter: AdapterArguments
+) -> Training:
+    """Return what the cost of a training depends on.
+
+    Raises:
+        UserError: If the adapter does not fit the model, or the training would refuse the rule or the depths.
+    """
+    from loopdropout_trainer.training.rule_checks import check_depths, check_draws
+
+    rule = args.make_rule()
+    check_draws(rule, runs_several_draws=isinstance(args, LoopDropoutConfig))
     config, rank = read_config(model), find_rank(adapter)
-    return [Training(run.args, run.recipe, model, config, rank) for run in runs]
+    training = Training(args, recipe, model, config, rank, find_sizes(model, adapter, config, rank))
+    if training.depth is not None:
+        check_depths(args, rule, training.depth, training.sizes.one_depth_type)
+    return training
 
 
 def describe_plan(
@@ -55,11 +75,10 @@ def describe_plan(
         trainings: The runs, from `read_trainings`.
     """
     args, recipe = runs[0].args, runs[0].recipe
-    config, rank = trainings[0].config, trainings[0].rank
     return {
-        "model": describe_model(model, config),
+        "model": describe_model(model, trainings[0].depth),
         "trainings": "\n".join(describe_training(run) for run in runs),
-        "adapter": describe_adapter(runs[0], model, adapter, config, rank),
+        "adapter": describe_adapter(trainings[0], adapter),
         "data": describe_data(recipe),
         "examples": "",
         "left out": "",
@@ -119,12 +138,11 @@ def find_rank(adapter: AdapterArguments) -> int | None:
         raise
 
 
-def describe_model(model: ModelArguments, config: Mapping[str, Any]) -> str:
-    """Return the name of a model, its revision and the recurrence depth K."""
+def describe_model(model: ModelArguments, depth: int | None) -> str:
+    """Return the name of a model, its revision and the recurrence depth K, which may not be known."""
     name = model.model_name_or_path
     if model.model_revision != "main":
         name += f" {model.model_revision}"
-    depth = model.num_loops or read_depth(config)
     if not depth:
         return f"{name}, at its own depth K"
     return f"{name}, K = {depth} loops"
@@ -136,10 +154,9 @@ def describe_training(run: Run) -> str:
     return f"{run.title}{probability} in {run.args.output_dir}"
 
 
-def describe_adapter(
-    run: Run, model: ModelArguments, adapter: AdapterArguments, config: Mapping[str, Any], rank: int | None
-) -> str:
+def describe_adapter(training: Training, adapter: AdapterArguments) -> str:
     """Return the rank, the scale and the number of trained parameters of an adapter, as far as they are known."""
+    rank, sizes = training.rank, training.sizes
     if adapter.adapter_name_or_path is not None:
         start = f"starts from {adapter.adapter_name_or_path}"
         if rank is None:
@@ -149,34 +166,61 @@ def describe_adapter(
 
     if adapter.lora_target_modules:
         modules = ", ".join(adapter.lora_target_modules)
-        num_parameters, smallest = measure_modules(model, adapter)
     else:
         modules = "all linear projections of the looped layers"
-        num_parameters, smallest = count_parameters(config, rank), find_smallest_projection(config)
     text = f"new, rank {rank}, alpha {adapter.lora_alpha}, on {modules}"
-    if num_parameters is None:  # then `smallest` is not known either
+    if sizes.num_parameters is None:  # then the smallest projection is not known either
         return text
-    if run.args.make_rule().lora_kind == "gated":  # other rules have more parameters
-        text += f", {num_parameters:,} parameters"
-    return f"{text}\n{describe_high_rank([rank], smallest)}".rstrip()
+    if training.args.make_rule().lora_kind == "gated":  # other rules have more parameters
+        text += f", {sizes.num_parameters:,} parameters"
+    return f"{text}\n{describe_high_rank([rank], sizes.smallest_projection)}".rstrip()
 
 
-def measure_modules(model: ModelArguments, adapter: AdapterArguments) -> tuple[int, int]:
-    """Return the number of parameters of a new adapter on `lora_target_modules`, and the smallest dimension of the modules.
+def find_sizes(model: ModelArguments, adapter: AdapterArguments, config: Mapping[str, Any], rank: int | None) -> Sizes:
+    """Return the sizes of a model and its adapter: from config.json if its fields tell them, else from the modules.
 
     Raises:
-        UserError: If the model has no such modules, or they are not in the recurrent block.
+        UserError: If the model has no modules `lora_target_modules`, or they are not in the recurrent block.
+    """
+    is_new = adapter.adapter_name_or_path is None
+    if is_new and adapter.lora_target_modules:
+        return measure_sizes(model, adapter)
+    if read_shape(config) is not None:  # families that train at any depth
+        num_parameters = None
+        if rank is not None:
+            num_parameters = count_parameters(config, rank)
+        return Sizes(read_depth(config), num_parameters, find_smallest_projection(config))
+    if not config or rank is None:
+        return Sizes()
+    return measure_sizes(model, AdapterArguments(lora_r=rank))
+
+
+def measure_sizes(model: ModelArguments, adapter: AdapterArguments) -> Sizes:
+    """Return the sizes of a model and of a new adapter on it, from the model's modules without weights.
+
+    Raises:
+        UserError: If the model has no modules `lora_target_modules`, or they are not in the recurrent block.
     """
     from peft import get_peft_model
 
+    from loopdropout_trainer.looped import find_looped_model
     from loopdropout_trainer.lora import default_peft_config
     from loopdropout_trainer.lora.compatibility import check_layers, find_smallest_dimension
+    from loopdropout_trainer.renames import hide_library_warnings
     from loopdropout_trainer.saving.loading import load_skeleton
+    from loopdropout_trainer.training.rule_checks import find_one_depth_type
 
     skeleton = load_skeleton(model.model_name_or_path, model.model_revision)
-    adapted = get_peft_model(skeleton, default_peft_config(skeleton, adapter.peft_config), low_cpu_mem_usage=True)
+    with hide_library_warnings():
+        adapted = get_peft_model(skeleton, default_peft_config(skeleton, adapter.peft_config), low_cpu_mem_usage=True)
     check_layers(adapted)
-    return adapted.get_nb_trainable_parameters()[0], find_smallest_dimension(adapted)
+    looped = find_looped_model(skeleton)
+    return Sizes(
+        num_loops=looped.num_loops,
+        num_parameters=adapted.get_nb_trainable_parameters()[0],
+        smallest_projection=find_smallest_dimension(adapted),
+        one_depth_type=find_one_depth_type(looped),
+    )
 
 
 def describe_step(args: GateConfig) -> str:

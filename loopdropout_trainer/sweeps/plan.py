@@ -16,8 +16,7 @@ from loopdropout_trainer.jobs.plan import (
     describe_length,
     describe_measurements,
     describe_step,
-    find_rank,
-    read_config,
+    read_training,
 )
 from loopdropout_trainer.jobs.training_data import (
     CONFIGS,
@@ -234,7 +233,7 @@ def _read_training(sweep: Any, method: str) -> Training:
     kinds = (ModelArguments, AdapterArguments, CONFIGS.get(sweep.script, LoopDropoutConfig))
     # `num_threads` would set the threads of the sweep itself.
     model, adapter, args = build_part(kinds, {**recipe, "num_threads": None})
-    return Training(args, recipe, model, read_config(model), find_rank(adapter))
+    return read_training(args, recipe, model, adapter)
 
 
 def _describe_measured_time(sweep: Any) -> str:

@@ -395,6 +395,17 @@ class LoopDropoutDPOConfig(GateConfig, DPOConfig):
     trl_class = DPOConfig
     command = "dpo"
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_reference_cache()
+
+    def check_reference_cache(self) -> None:
+        """Raise UserError if the log-probabilities of the reference are to be kept from one depth for all depths."""
+        if self.precompute_ref_log_probs:
+            raise UserError(
+                "`precompute_ref_log_probs` must be False, because TRL's cache does not depend on `num_loops`."
+            )
+
 
 @_with_gate_fields
 @dataclass(repr=False)

@@ -36,10 +36,7 @@ class LoopDropoutDPOTrainer(ReferenceMixin, GateSamplingMixin, DPOTrainer):
 
     def before_init(self, arguments: dict[str, Any]) -> None:
         super().before_init(arguments)
-        if arguments["args"].precompute_ref_log_probs:
-            raise UserError(
-                "`precompute_ref_log_probs` must be False, because TRL's cache does not depend on `num_loops`."
-            )
+        arguments["args"].check_reference_cache()  # the field may have changed since the configuration was made
         if arguments["ref_model"] is None:
             check_reference(arguments["model"], "Set `ref_model`")
 

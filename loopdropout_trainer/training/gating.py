@@ -17,7 +17,6 @@ from loopdropout_trainer.gates import RULES, GateRule
 from loopdropout_trainer.gates.rule import as_rule, fields_of, is_packaged
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
-    ADAPTER_KINDS,
     adapted_layers,
     add_gates,
     check_trainable,
@@ -36,6 +35,7 @@ from loopdropout_trainer.training.fixed_fields import (
     find_changed,
 )
 from loopdropout_trainer.training.given_data import prepare_given
+from loopdropout_trainer.training.rule_checks import check_depths, find_one_depth_type
 from loopdropout_trainer.training.start import find_start
 
 
@@ -137,12 +137,7 @@ class GatingMixin:
         check_trainable(self.model)
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which keep the weights themselves
             float32_adapter(self.model, {})  # a program may have called `model.to(torch.bfloat16)`
-        depths = self.args.make_depth_sampler().limits(self.num_loops)
-        for depth in depths:
-            self.rule.check(depth)
-        bound = self._needs_one_depth()
-        if depths != (self.num_loops, self.num_loops) and bound is not None:
-            raise UserError(f"`depth_sampling` must be 'fixed' for {bound}.")
+        check_depths(self.args, self.rule, self.num_loops, find_one_depth_type(self.looped))
         if not is_gated_by(self.model, self.rule):  # another adapter, trainer or handle may have replaced the gates
             add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
         self.gate_state = self.unit_gates.gate_state = self.looped.gate_state
@@ -256,14 +251,6 @@ class GatingMixin:
             f"`num_loops` must stay {wanted} in the training, got {self.num_loops}. Measure at another depth inside of "
             f"`with use_depth(model, {self.num_loops}):`."
         )
-
-    def _needs_one_depth(self) -> str | None:
-        """Return the model or the rule that cannot train at several depths, or None."""
-        if self.looped.trains_at_one_depth:
-            return f"`model_type: {self.looped.config.model_type}`"
-        if ADAPTER_KINDS[self.rule.lora_kind].one_depth or self.rule.wants_sensitivity:
-            return f"the rule {self.rule.name!r}"
-        return None
 
     def find_batch_options(self) -> BatchOptions:
         """Return the optimizations that training may use."""

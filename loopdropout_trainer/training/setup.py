@@ -59,6 +59,7 @@ from loopdropout_trainer.training.given_data import prepare_given
 from loopdropout_trainer.training.optimizer import OptimizerMixin
 from loopdropout_trainer.training.resuming import ResumptionCallback
 from loopdropout_trainer.training.row_checks import RowReader, check_rows
+from loopdropout_trainer.training.rule_checks import check_draws
 from loopdropout_trainer.training.sampling import check_sampling, seed_lengths
 from loopdropout_trainer.training.stopping import EarlyStopCallback, StopCallback, closing_bars
 
@@ -195,8 +196,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         check_given(args, arguments)
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self.set_rule(args)
-        if self.rule.draws_per_batch > 1 and not self.runs_several_draws:
-            raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
+        check_draws(self.rule, self.runs_several_draws)
         self.step_metrics = defaultdict(list)
         self.formatting_func = arguments.get("formatting_func")
         self._choose_adapter(arguments, skeleton, revision)

@@ -26,9 +26,9 @@ from loopdropout_trainer import default_peft_config, load_model
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import describe_version
 from loopdropout_trainer.gates import RULES
-from loopdropout_trainer.jobs.plan import describe_length, measure_modules, print_next_commands
+from loopdropout_trainer.jobs.plan import describe_length, measure_sizes, print_next_commands
 from loopdropout_trainer.jobs.runs import Run
-from loopdropout_trainer.looped import attach_looped_model
+from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.tables import accuracy_numbers
 from loopdropout_trainer.results.run_files import (
@@ -204,7 +204,11 @@ def test_plan_counts_parameters_of_chosen_modules(model, tmp_path):
     adapted = get_peft_model(whole, default_peft_config(whole, lora.peft_config))
     linears = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
     smallest = min(min(linear.in_features, linear.out_features) for linear in linears)
-    assert measure_modules(base, lora) == (adapted.get_nb_trainable_parameters()[0], smallest)
+    sizes = measure_sizes(base, lora)
+    assert (sizes.num_parameters, sizes.smallest_projection) == (adapted.get_nb_trainable_parameters()[0], smallest)
+    looped = find_looped_model(whole)
+    assert sizes.num_loops == looped.num_loops
+    assert sizes.one_depth_type == ("hrm_text" if model == "hrm_text" else None)
     if model == "tiny-ouro":
         high = f"Rank {smallest + 1} is above {smallest}, the smallest dimension of these layers, "
         for words in ("", "--lora_target_modules q_proj down_proj"):

@@ -6,6 +6,11 @@ import pytest
 
 from helpers.errors import user_error
 from helpers.files import load_script, write_lines
+from helpers.tiny import tiny_hrm
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig, load_tokenizer
+from loopdropout_trainer.costs.trainings import Sizes, Training, describe_costs
+from loopdropout_trainer.jobs.plan import read_training
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments
 
 
 SFT = load_script("recipes/sft.py")
@@ -36,6 +41,15 @@ def plan(tmp_path, monkeypatch, capsys):
     return dry_run
 
 
+@pytest.fixture(scope="module")
+def hrm_text(tmp_path_factory):
+    """Folder of a model whose sizes config.json does not tell, and which trains at one depth."""
+    folder = tmp_path_factory.mktemp("hrm_text")
+    tiny_hrm().save_pretrained(folder)
+    load_tokenizer("tiny-ouro").save_pretrained(folder)
+    return folder
+
+
 def chat(*roles, key="content"):
     return {"messages": [{"role": role, key: "Hi"} for role in roles]}
 
@@ -53,6 +67,10 @@ PAIRS = [{"prompt": f"{number} =", "completion": f" {number}"} for number in ran
     (PAIRS, "--assistant_only_loss true", "`assistant_only_loss` must be false .* `prompt` in the training data"),
     ([chat("user", "assistant")] * 2, "--assistant_only_loss true --chat_template own.jinja", "must write each answer with"),
     (PAIRS, "--max_length 2", "`max_length` must be larger"),
+    (PAIRS, "--dataloader_drop_last true --per_device_train_batch_size 32", "`per_device_train_batch_size` must be at most"),
+    (PAIRS, "--train_sampling_strategy batch_rebalance", "`train_sampling_strategy` must be 'random'"),
+    (PAIRS, "--rule learned --depth_sampling uniform", "`depth_sampling` must be 'fixed' for the rule 'learned'"),
+    (PAIRS, "--p 0.1 0.2", "`p` has 2 values, but the model runs 4 loops"),
 ])  # fmt: skip
 def test_mistakes_in_data_come_without_a_plan(plan, rows, words, error):
     """Only the examples that are left out are printed, which may be the reason."""
@@ -109,3 +127,39 @@ def test_plan_names_the_printed_completions(plan):
 def test_plan_writes_many_epochs_in_full(plan):
     lines = plan(PAIRS, "--num_train_epochs 1000 --per_device_train_batch_size 4")
     assert "examples    20, 0 held out, 5,000 optimizer steps, 1,000 epochs" in lines
+
+
+def test_model_of_one_depth_ends_a_dry_run(plan, hrm_text):
+    """The trainer raises the same error, by the same function."""
+    words = ("--model_name_or_path", str(hrm_text))
+    lines = plan(
+        PAIRS, *words, "--depth_sampling uniform", error="must be 'fixed' for `model_type: hrm_text`, got 'unif"
+    )
+    assert lines == []
+    lines = plan(PAIRS, *words, "--depth_sampling fixed")
+    assert lines[0] == f"model       {hrm_text}, K = 3 loops"
+
+
+def test_plan_has_the_disk_of_chosen_modules_and_other_models(plan, hrm_text):
+    for words in ("--lora_target_modules q_proj", f"--model_name_or_path {hrm_text}"):
+        text = "\n".join(plan(PAIRS, words))
+        number = int(re.search(r"([\d,]+) parameters", text)[1].replace(",", ""))
+        assert f"disk        about {4 * number / 1e6:.1f} MB for adapters" in text, words
+
+
+def test_plan_says_why_the_disk_is_not_computed():
+    model = ModelArguments(model_name_or_path="nobody/no-model")
+    training = Training(LoopDropoutConfig("run", bf16=False), {}, model, {}, 16, Sizes())
+    assert describe_costs([(training, 1)])["disk"] == "not computed, because the sizes of the model are not known"
+    of_adapter = training._replace(rank=None)
+    assert describe_costs([(of_adapter, 1)])["disk"] == "not computed, because the sizes of the adapter are not known"
+
+
+def test_other_trainers_refuse_several_draws_in_a_plan():
+    model, adapter = ModelArguments(model_name_or_path="tiny-ouro"), AdapterArguments()
+    for config in (LoopDropoutDPOConfig, LoopDropoutGRPOConfig):
+        args = config("run", rule="lora_dropout", bf16=False)
+        with user_error("must have one draw for a micro-batch, got 'lora_dropout'"):
+            read_training(args, {}, model, adapter)
+    with user_error("`precompute_ref_log_probs` must be False"):
+        LoopDropoutDPOConfig("run", precompute_ref_log_probs=True, bf16=False)

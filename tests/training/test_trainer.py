@@ -232,7 +232,7 @@ ON_PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "ste
     ("fields", "message"),
     [
         ({"p": [0.1, 0.2]}, "`p`.*2 values.*4 loops"),
-        ({"rule": "lora_dropout"}, "must be trained with `LoRADropoutSFTTrainer`"),
+        ({"rule": "lora_dropout"}, "must have one draw for a micro-batch, .* Train it with `LoRADropoutSFTTrainer`"),
         ({"rule": "learned", "depth_sampling": "uniform"}, "`depth_sampling` must be 'fixed'"),
         ({"packing": True, "packing_strategy": "wrapped"}, "`packing_strategy` must be 'bfd'"),
         ({"packing": True, "max_length": None}, "`max_length` must be set if `packing` is true"),
