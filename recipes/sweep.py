@@ -48,7 +48,7 @@ from loopdropout_trainer.sweeps.code import (
     has_other_results,
     name_other_results,
 )
-from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, has_benchmarks, make_recipes, read_methods
+from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, check_fields, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweeps.plan import print_commands, print_sweep_plan
 from loopdropout_trainer.sweeps.run_times import count_left, find_kind, read_means
 from loopdropout_trainer.sweeps.workers import Workers
@@ -123,6 +123,7 @@ class Sweep:
                     raise UserError(f"`{field}` has no {name!r}.{hint}")
         if not self.learning_rates or not self.seeds:
             raise UserError("`learning_rates` and `seeds` must be set.")
+        check_fields(self, methods)
         self.full_grid = self.full_grid or len(self.learning_rates) == 1
         self.loss_chooses_by_default = self.select_on is None and not has_benchmarks(self, methods)
         if self.select_on is None:

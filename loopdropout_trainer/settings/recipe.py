@@ -13,6 +13,7 @@ import dataclasses
 import runpy
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -233,8 +234,7 @@ def _read_values(
     """
     for name, value in given.items():
         if name not in fields:
-            hint = _name_commands(name, fields) or field_hint(name, fields, value, inner)
-            raise UserError(f"`{name}` is not a field of this script.{hint}")
+            raise UserError(f"`{name}` is not a field of this script.{_describe_unknown(name, value, fields, inner)}")
     settings = {}
     for name, value in given.items():
         if value is not None or is_optional(hints[name]):
@@ -249,14 +249,45 @@ def _has_default(field: dataclasses.Field) -> bool:
     return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
+def _describe_unknown(
+    name: str, value: Any, fields: Collection[str], inner: Mapping[str, InnerFields] | None = None
+) -> str:
+    """Return the end of the message about a field that is not one of `fields`. Other arguments: `field_hint`."""
+    return _name_commands(name, fields) or field_hint(name, fields, value, inner)
+
+
+def check_names(settings: Mapping[str, Any], command: str, place: str, of_sweep: Collection[str]) -> None:
+    """Raise UserError for the first setting that is not a field of a command that trains.
+
+    Args:
+        settings: Settings of a sweep's trainings by name.
+        command: Command, one of `TRAININGS`.
+        place: Where the settings are, for the message, such as "in `settings`".
+        of_sweep: Fields of the sweep itself.
+    """
+    fields = _find_command_fields(command)
+    for name, value in settings.items():
+        if name not in fields:
+            hint = _describe_unknown(str(name), value, fields)
+            if name in of_sweep:
+                hint = " It is a field of the sweep, outside of `methods` and `settings`."
+            raise UserError(f"`{name}` {place} is not a field of `loopdropout {command}`.{hint}")
+
+
+@cache
+def _find_command_fields(command: str) -> Collection[str]:
+    """Return the names of the fields of a command that trains. Its script is in a folder of scripts, which are no modules."""
+    types = runpy.run_path(str(recipes_folder() / f"{command}.py"))["ARGUMENTS"]
+    return _find_fields(types)[0].keys()
+
+
 def _name_commands(name: str, fields: Collection[str]) -> str:
     """Return a sentence with the other commands of trainings that have a field, or "" if the script is no training."""
     if "learning_rate" not in fields:  # which all trainings have, and nothing else
         return ""
     commands = []
-    for command in TRAININGS:  # scripts in a folder, which are no modules. Only an error needs them here.
-        types = runpy.run_path(str(recipes_folder() / f"{command}.py"))["ARGUMENTS"]
-        if name in _find_fields(types)[0]:
+    for command in TRAININGS:
+        if name in _find_command_fields(command):
             commands.append(f"`loopdropout {command}`")
     return f" It is a field of {' and '.join(commands)}." if commands else ""
 

@@ -10,7 +10,7 @@ from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, names_of
-from loopdropout_trainer.settings.recipe import TRAININGS, load_recipe, override
+from loopdropout_trainer.settings.recipe import TRAININGS, check_names, load_recipe, override
 
 
 SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
@@ -73,6 +73,26 @@ def _check_name(name: Any) -> None:
         )
 
 
+def check_fields(sweep: Any, methods: dict[str, Any]) -> None:
+    """Raise UserError if a setting of a sweep or of one of its methods is not a field of its training script.
+
+    Otherwise a training would name it, after others have been trained. The fields of a user's own script are not known.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+        methods: Definition of each method, from `read_methods`.
+    """
+    if sweep.script not in TRAININGS:
+        return
+    places = [("in `settings`", sweep.settings), ("in `measure`", sweep.measure)]
+    for name, definition in methods.items():
+        path, own = _read_definition(sweep, definition)
+        places.append((f"in the recipe {path}", load_recipe(path, command=sweep.script)))
+        places.append((f"of the method {name} in `methods`", own))
+    for place, settings in places:
+        check_names(settings, sweep.script, place, sweep.__dataclass_fields__)
+
+
 def has_benchmarks(sweep: Any, methods: dict[str, Any]) -> bool:
     """Return whether the final runs of a method have a benchmark."""
     for definition in methods.values():
@@ -112,16 +132,21 @@ def make_recipes(sweep: Any, definition: str | dict) -> Recipes:
 
 def _read_method(sweep: Any, definition: str | dict) -> tuple[dict, dict]:
     """Return the recipe that a method starts from, with the sweep's settings, and the method's own settings."""
-    path, own = sweep.recipe, definition
-    if isinstance(definition, str) and definition.endswith(".yaml"):
-        path, own = definition, {}
-    elif isinstance(definition, str):
-        own = {"rule": definition}
+    path, own = _read_definition(sweep, definition)
     command = sweep.script if sweep.script in TRAININGS else None  # else a user's own script
     read = load_recipe(path, command=command)
     recipe = {name: value for name, value in read.items() if name not in SET_BY_SWEEP}
     # Each final run would evaluate the same base model, so only who asks for it gets it.
     return override({**recipe, "evaluate_base": False}, _without_unset(sweep.settings)), _without_unset(own)
+
+
+def _read_definition(sweep: Any, definition: str | dict) -> tuple[str, dict]:
+    """Return the path of the recipe that a method starts from, and the method's own settings."""
+    if isinstance(definition, dict):
+        return sweep.recipe, definition
+    if definition.endswith(".yaml"):
+        return definition, {}
+    return sweep.recipe, {"rule": definition}
 
 
 def _without_unset(settings: dict[str, Any]) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def test_sweep_prepares_runs_of_each_method(lab):
     first, final = (made.run_settings(SweepRun("hard", 0.01, 101, selects)) for selects in (True, False))
     measured = lambda run: [run.get(name) for name in ("benchmarks", "single_loop_batches", "eval_num_loops")]
     assert measured(first) == [[], 16, None] and measured(final) == [["arithmetic_hard"], 1, [2]]
-    lab.recipe.write_text(yaml.safe_dump({**RECIPE, "single_loop_batches": None}))
+    lab.recipe.write_text(yaml.safe_dump({name: RECIPE[name] for name in RECIPE if name != "single_loop_batches"}))
     made = lab.sweep(script="dpo")  # ties are broken by its own held-out loss
     first, final = (made.run_settings(SweepRun("lora", 0.01, 101, selects)) for selects in (True, False))
     assert first["eval_strategy"] == final["eval_strategy"] == "epoch" and "single_loop_batches" not in first
@@ -1194,6 +1194,32 @@ def test_fields_of_trainings_are_put_under_settings(tmp_path, field, text):
 def test_sweep_rejects_invalid_fields(lab, fields, message):
     with user_error(re.escape(message)):
         lab.sweep(**fields)
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    (
+        {"methods": {"p_0.25": {"pp": 0.25}}},
+        "`pp` of the method p_0.25 in `methods` is not a field of `loopdropout sft`. Did you mean 'p'?",
+    ),
+    ({"methods": {"x": {"r": 8}}}, "Did you mean 'lora_r'?"),
+    (
+        {"settings": {"max_stepss": 6}},
+        "`max_stepss` in `settings` is not a field of `loopdropout sft`. Did you mean 'max_steps'?",
+    ),
+    ({"settings": {"beta": 0.1}}, "It is a field of `loopdropout dpo` and `loopdropout grpo`."),
+    ({"settings": {"seeds": [1]}}, "It is a field of the sweep, outside of `methods` and `settings`."),
+    ({"measure": {"single_loop_batches": 1}, "script": "dpo"}, "`single_loop_batches` in `measure` is not a field of"),
+    ({"recipe": "typo.yaml"}, "typo.yaml is not a field of `loopdropout sft`. Did you mean 'max_steps'?"),
+])  # fmt: skip
+def test_sweep_names_mistyped_fields_of_its_trainings(lab, monkeypatch, fields, message):
+    """It does so before a dry run prints a plan, before the first training, and before it compares finished runs."""
+    monkeypatch.chdir(lab.folder)
+    Path("typo.yaml").write_text("extends: recipe.yaml\nmax_stepps: 2\n")
+    methods = {"p_0.25": {"p": 0.25}}
+    made = lab.sweep(methods=[methods], script="sft")
+    made.command(made.pending()[0])
+    with user_error(f"{re.escape(message)}"):
+        lab.sweep(**{"methods": [methods], "script": "sft", **fields}).pending()
 
 
 def test_sweep_must_have_the_command_of_its_recipe(lab, tmp_path):
