@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.data.csv_files import check_cells, csv_options
+from loopdropout_trainer.data.formats import enumerate_columns
 from loopdropout_trainer.data.sources import DataSource, file_kind
 from loopdropout_trainer.errors import UserError, closest_match, hint_at_login, short_repr
 from loopdropout_trainer.limits import check_encoding, check_nesting
@@ -32,6 +34,9 @@ def load_rows(source: DataSource) -> Dataset:
     """
     from datasets.exceptions import DatasetsError
 
+    if source.files:
+        check_files(source.files)
+        _check_one_kind(expand_patterns(source.files))
     try:
         rows = read_files(source.files, source.split) if source.files else _read_dataset(source)
     except UserError:
@@ -50,25 +55,55 @@ def load_rows(source: DataSource) -> Dataset:
 
 def _explain_load_error(source: DataSource, error: Exception) -> UserError:
     """Return the error about a source that `datasets` cannot load, which names the fault in the files."""
-    from datasets.table import CastError
-
-    cause = error.__cause__
-    if isinstance(cause, CastError):
-        first, other = cause.requested_column_names, cause.table_column_names
-        new = [name for name in other if name not in first]
-        if not new:  # the other file may lack some of the first one's columns, or have other types
-            new = other
-        return UserError(
-            f"{source} must have the same columns and types, got {', '.join(first)} in one file and {', '.join(new)} in "
-            "another one. Give each file an item of `datasets` instead, such as `- path: a.jsonl`."
-        )
-    empty = [file for file in source.files if Path(file).is_file() and not Path(file).stat().st_size]
+    files = expand_patterns(source.files)
+    if len(files) > 1:
+        _check_one_schema(source, files)
+    empty = [file for file in files if Path(file).is_file() and not Path(file).stat().st_size]
     if empty:
         return UserError(f"{', '.join(empty)} is empty.")
-    reason = str(cause or error)
+    reason = str(error.__cause__ or error)
     if not reason:
         return UserError(f"{source} is empty.")
     return UserError(f"{source} cannot be loaded: {reason}{hint_at_login(error)}")
+
+
+def _check_one_schema(source: DataSource, files: Sequence[str]) -> None:
+    """Raise UserError if files have other columns or types than the first one, or if one of them cannot be loaded alone."""
+    first, *others = [load_rows(DataSource("json", data_files=[file])).features for file in files]
+    for file, features in zip(files[1:], others, strict=True):
+        if {*features} != {*first}:
+            raise UserError(
+                f"{source} must have the same columns and types, got {', '.join(first)} in {files[0]} and "
+                f"{', '.join(features)} in {file}. {_advise_items(file)}"
+            )
+    for file, features in zip(files[1:], others, strict=True):
+        differing = [name for name in first if features[name] != first[name]]
+        if differing:
+            raise UserError(
+                f"{source} must have the same columns and types, got another type of {enumerate_columns(differing)} in {file} "
+                f"than in {files[0]}. {_advise_items(file)}"
+            )
+
+
+def _check_one_kind(files: Sequence[str]) -> None:
+    """Raise UserError if files are of several kinds, such as JSON and CSV, because one reader reads all of them."""
+    first = files[0]
+    for file in files:
+        first_kind, kind = _kind_of(first), _kind_of(file)
+        if kind != first_kind:
+            raise UserError(
+                f"Files that are read together must be of one kind, got {first} ({first_kind}) and {file} ({kind}). "
+                f"{_advise_items(file)}"
+            )
+
+
+def _kind_of(file: str) -> str:
+    """Return the kind of a file, which is JSON if its ending is not known."""
+    return file_kind(file) or "json"
+
+
+def _advise_items(file: str) -> str:
+    return f"Give each file an item of `datasets` instead, such as `- path: {file}`."
 
 
 def describe_row(source: DataSource, number: int) -> str:
@@ -78,8 +113,9 @@ def describe_row(source: DataSource, number: int) -> str:
         source: Source of the row.
         number: Number of the row among all rows of the source, from 0.
     """
-    if len(source.files) > 1 and source.split == "train":
-        for file in source.files:
+    files = expand_patterns(source.files)
+    if len(files) > 1 and source.split == "train":
+        for file in files:
             num_rows = len(read_files(file))
             if number < num_rows:
                 return f"row {number + 1:,} of {file}"
@@ -102,9 +138,25 @@ def read_files(files: str | Sequence[str], split: str = "train") -> Dataset:
     if isinstance(files, str):
         files = [files]
     check_files(files)
-    kind = file_kind(files[0]) or "json"
-    builder = load_dataset_builder(kind, data_files=list(files))
-    return _read_local(builder, kind, data_files=list(files), split=split)
+    files = expand_patterns(files)
+    kind = _kind_of(files[0])
+    builder = load_dataset_builder(kind, data_files=files)
+    return _read_local(builder, kind, data_files=files, split=split)
+
+
+def expand_patterns(files: Iterable[str]) -> list[str]:
+    """Return paths and addresses with the files of each pattern, such as `part-*.jsonl`, in the order of `datasets`."""
+    from datasets import load_dataset_builder
+
+    expanded = []
+    for file in files:
+        if "://" in file or Path(file).exists():
+            expanded.append(file)
+            continue
+        found = load_dataset_builder(_kind_of(file), data_files=[file]).config.data_files["train"]
+        for path in found:  # absolute
+            expanded.append(path if Path(file).is_absolute() else os.path.relpath(path))
+    return expanded
 
 
 def check_files(files: Iterable[str]) -> None:

@@ -403,12 +403,37 @@ def test_plan_names_the_loss_of_held_out_files(capsys):
     assert f"            `eval_files`: {pairs}\n" in capsys.readouterr().out
 
 
-def test_files_with_other_columns_raise(tokenizer):
-    columns = (
-        "got prompt, completion in one file and question, answer in another one. Give each file an item of `datasets`"
-    )
-    with user_error(f"a.jsonl, other.jsonl must have the same columns and types, {columns}"):
-        load_datasets(DataArguments(train_files=["a.jsonl", "other.jsonl"]), tokenizer, 100)
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (["a.jsonl", "other.jsonl"], "same columns .*got prompt, completion in {} and question, answer in {}"),
+        (["b.jsonl", "sharegpt.json"], "same columns .*got prompt, completion in {} and conversations in {}"),
+        (["sharegpt.json", "b.jsonl"], "same columns .*got conversations in {} and prompt, completion in {}"),
+        (["b_chat.jsonl", "turn.jsonl"], "same columns .*another type of `messages` in {1} than in {0}"),
+        (["a_chat.jsonl", "pairs.csv"], r"one kind, got {} .json. and {} .csv."),
+        (["pairs.csv", "a_chat.jsonl"], r"one kind, got {} .csv. and {} .json."),
+    ],
+)
+def test_files_with_other_columns_raise(tokenizer, files, found):
+    """In each order, and with files of several kinds."""
+    Path("sharegpt.json").write_text('[{"conversations": [{"from": "human", "value": "a"}]}]')
+    Path("turn.jsonl").write_text('{"messages": "a"}')
+    Path("pairs.csv").write_text("prompt,completion\na,b\n")
+    message = f"{found.format(*files)}. Give each file an item of `datasets` instead, such as `- path: {files[1]}`."
+    with user_error(message):
+        load_datasets(DataArguments(train_files=files), tokenizer, 100)
+
+
+def test_rows_of_a_pattern_have_their_file(tokenizer, log):
+    """A row is counted in its own file, however the file is named."""
+    for number in (1, 2):
+        Path(f"part{number}.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
+    with open("part2.jsonl", "a") as file:
+        file.write('{"prompt": "a", "completion": ""}\n')
+    for name in ("part*.jsonl", f"{Path.cwd()}/part*.jsonl"):
+        load_datasets(DataArguments(train_files=[name]), tokenizer, 100)
+        assert f"row 3 of {name.replace('*', '2')}." in log.text
+        log.clear()
 
 
 def test_paths_of_a_mixture_may_begin_with_a_tilde(tokenizer, monkeypatch, tmp_path):
