@@ -14,6 +14,8 @@ def on_page_markdown(markdown: str, page, **kwargs) -> str:
         readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
         markdown = re.sub(r"\]\((?!https?:|docs/)", "](../", readme).replace("](docs/", "](")
     markdown = re.sub("<!--.*?-->", "", markdown)
+    # `exclude_docs` of mkdocs.yml leaves the programs out of the site.
+    markdown = re.sub(r"\[([^\]]*)\]\((?!\.\./|https?:)[^)#]*\.py\)", r"`\1`", markdown)
     markdown = re.sub(r"\]\((?:\.\./)+README\.md(#[\w-]*)?\)", r"](README.md\1)", markdown)
     outside = rf"!?\[([^\]]*)\]\((?:\.\./){{{page.file.src_uri.count('/') + 1}}}([^)#]*)[^)]*\)"
     return re.sub(outside, lambda match: f"{match[1]} (`{match[2]}`)" * (match[1] != match[2]) or match[1], markdown)

@@ -7,8 +7,10 @@ the gates, the rule's fields and its `seeds`. `GateRule` documents the other opt
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -162,7 +164,18 @@ def make_rule(name: str, **fields: Any) -> GateRule:
         raise not_a_rule(name)
     if "p" in fields and name in RULES and "p" in RULES[name].__dataclass_fields__:
         fields["p"] = _read_p(RULES[name], fields["p"])
-    return make_from_fields(RULES, "rule", name, fields, hint_at_own_file())
+    return make_from_fields(RULES, "rule", name, fields, _hint_at_code())
+
+
+def _hint_at_code() -> str:
+    """Return the end of a message about an unknown rule: the file that its code is in, or that its code must run first."""
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        is_imported = f"{__package__}.{path.stem}" in sys.modules
+        if not is_imported and "@register_rule" in path.read_text(encoding="utf-8"):
+            return (
+                f" The rules in `gates/{path.name}` are not known, because `gates/__init__.py` does not import them."
+            )
+    return hint_at_own_file()
 
 
 def as_rule(rule: str | GateRule) -> GateRule:

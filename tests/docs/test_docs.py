@@ -1,12 +1,15 @@
 """Test the links, snippets and commands of the README and the documentation, the notebook and the site."""
 
+import csv
 import dataclasses
+import gzip
 import json
 import re
 import shlex
 import shutil
 from collections import defaultdict
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,11 +169,24 @@ def test_costs_are_those_of_the_sweeps():
     assert sum(map(round, hours.values())) == 555 and sum(trainings.values()) - sum(int(n) for n, _ in rows) == 19
 
 
-def test_used_seeds_are_those_of_the_recipes():
+def read_seeds_of_studies():
+    """Return the seeds that ran by study. A recipe may name more."""
+    seeds = defaultdict(set)
+    with gzip.open(ROOT / "docs/replication/runs.csv.gz", "rt", encoding="utf-8") as file:
+        for run in csv.DictReader(file):
+            study = run["study"]
+            if run["method"].startswith("annealed@"):
+                study = "map_annealed"
+            seeds[study].add(int(run["seed"]))
+    return seeds
+
+
+def test_used_seeds_are_those_that_ran():
     """And README leads to them, and to how to cite, within two clicks."""
+    ran = read_seeds_of_studies()
     section = (ROOT / "docs/seeds.md").read_text(encoding="utf-8").partition("## Which seeds were used")[2]
     rows = re.findall(r"^\| .* \| `(.*)` \| (.*) \|$", section, re.MULTILINE)
-    assert len(rows) == 10
+    assert len(rows) == 11
     for name, text in rows:
         numbers = [int(number) for number in re.findall(r"\d+", text)]
         if name.endswith(".py"):
@@ -179,7 +195,9 @@ def test_used_seeds_are_those_of_the_recipes():
             assert numbers == [int(number) for number in re.findall(r"\d+", seeds + first)]
         else:
             recipe = load_recipe(ROOT / "recipes" / name)
-            assert numbers == (recipe["seeds"] if "seeds" in recipe else [recipe["seed"]])
+            named = recipe["seeds"] if "seeds" in recipe else [recipe["seed"]]
+            study = name.removesuffix(".yaml").rpartition("/")[2]
+            assert numbers == sorted(ran.get(study, named)) and {*numbers} <= {*named}, name
     readme, index = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/README.md"))
     assert "(docs/README.md)" in readme and "(seeds.md#which-seeds-were-used)" in index and "(citing.md)" in index
 
@@ -351,3 +369,16 @@ def test_quickstart_has_one_duration():
 def test_page_of_sft_names_the_other_trainers_first():
     start, _, _ = (ROOT / "docs/sft.md").read_text().partition("```")
     assert "(reinforcement.md)" in start and "DPO and GRPO" in start
+
+
+def test_site_has_no_links_to_programs(monkeypatch):
+    """The site leaves programs out. A link to one would be dead there."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    hooks = import_module("site_hooks")
+    links = {}
+    for page in PAGES:
+        source = page.relative_to(ROOT / "docs").as_posix()
+        shown = SimpleNamespace(is_homepage=False, file=SimpleNamespace(src_uri=source))
+        text = hooks.on_page_markdown(page.read_text(encoding="utf-8"), shown)
+        links[source] = re.findall(r"\]\((?!https?:)[^)#]*\.py[)#]", text)
+    assert len(links) > 30 and {source: found for source, found in links.items() if found} == {}

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -138,11 +139,20 @@ def test_rule_draws_are_stateless(name):
         assert seeds.dtype == torch.int64 and torch.equal(seeds, rule.seeds(draw()))
 
 
-def test_rule_docstrings_name_all_facts(capsys):
-    main(list(RULES))
+@pytest.mark.parametrize("name", RULES)
+def test_rule_docstring_names_all_facts(name, capsys):
+    """The docstring of each rule has a line for its gate, its mean, its covariance and its place in the paper."""
+    main([name])
     out = capsys.readouterr().out
     for fact in ("Gate", "Mean", "Covariance", "Paper"):
-        assert out.count(f"\n    {fact}: ") == len(RULES)
+        assert f"\n    {fact}: " in out, f"The docstring of {RULES[name].__name__} needs a line `{fact}: ...`."
+
+
+def test_unknown_rule_names_a_file_that_is_not_imported(monkeypatch):
+    """As after a new file in `gates/`, which `gates/__init__.py` must import."""
+    monkeypatch.delitem(sys.modules, "loopdropout_trainer.gates.noise")
+    with user_error("The rules in `gates/noise.py` are not known, because `gates/__init__.py` does not import them"):
+        make_rule("new_noise")
 
 
 def test_stream_values_are_pinned():

@@ -124,6 +124,13 @@ def test_files_are_short():
     assert len(sizes) > 100 and {path: size for path, size in sizes.items() if size > 300} == {}
 
 
+def test_page_names_every_part_of_the_package():
+    table = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## Layout")[2].partition("\n## ")[0]
+    own = [path for path in PACKAGE.iterdir() if path.name not in ("__init__.py", "__pycache__", "py.typed")]
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in own]
+    assert len(names) > 30 and [name for name in sorted(names) if f"`{name}`" not in table] == []
+
+
 def test_public_names_are_imported_when_used():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     checked = next(node for node in tree.body if isinstance(node, ast.If)).body
