@@ -50,7 +50,7 @@ from loopdropout_trainer.sweeps.code import (
 )
 from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, check_fields, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweeps.plan import print_commands, print_sweep_plan
-from loopdropout_trainer.sweeps.run_times import count_left, find_kind, read_means
+from loopdropout_trainer.sweeps.run_times import count_left, find_kind, find_means
 from loopdropout_trainer.sweeps.workers import Workers
 
 
@@ -232,14 +232,20 @@ class Sweep:
         """Return the number of runs of each kind that this start of the sweep still has."""
         return count_left(self)
 
+    def means(self) -> dict[str, float]:
+        """Return the mean seconds of a run of each kind that has ended, since the start of the sweep or before."""
+        return find_means(self)
+
     def count_by_method(self) -> dict[str, tuple[int, int]]:
         """Return the number of trainings of each method that have ended, and of all of its trainings.
 
-        A training counts if one of its runs is done: it has its score, but its final measurement may be missing.
+        A training counts if one of its runs is done: it has its score, but its final measurement may be missing. A run of
+        another worker here counts from the line about its end on, so that each line counts one training more.
         """
         numbers = {}
         for method in self.recipes:
-            ended = {run.name for run in self.runs(method) if self.is_done(run)}
+            done = [run for run in self.runs(method) if self.is_done(run)]
+            ended = {run.name for run in done if run not in self.pool.unreported}
             numbers[method] = (len(ended), self.num_trainings(method))
         return numbers
 
@@ -319,7 +325,7 @@ class Sweep:
         for run in [*self.pool.failures]:  # a copy, because other workers can add a failure
             if not self.is_done(run):  # another machine may have trained it since
                 failed[run.method].append(run.name)
-        means = {method: {**read_means(self.output_dir, method), **run_seconds} for method in self.recipes}
+        means = dict.fromkeys(self.recipes, {**self.means(), **run_seconds})
         update_summary(
             self.output_dir,
             choices=choices,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.costs.published import PUBLISHED_TASKS, PublishedTask
 from loopdropout_trainer.data.arguments import count_held_out
+from loopdropout_trainer.data.files import read_files
 from loopdropout_trainer.data.preparations import SCORED_LIKE
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.settings.arguments import ScriptArguments
 
@@ -88,8 +92,37 @@ def _count_task(name: str, options: ScriptArguments, recipe: Mapping[str, Any]) 
     return Answers(number, number * task.max_new_tokens)
 
 
+def count_own_problems(options: ScriptArguments) -> dict[str, int]:
+    """Return the number of problems that are evaluated of each own benchmark whose files are on this computer."""
+    numbers = {}
+    for name in options.benchmarks or ():
+        number = _count_rows((options.own_benchmarks or {}).get(name))
+        if number is not None:
+            numbers[name] = min(number, options.benchmark_limit or number)
+    return numbers
+
+
+def _count_rows(fields: Any) -> int | None:
+    """Return the number of rows in the files of an own benchmark, or None if they are not files here that can be read."""
+    files = fields.get("files") if isinstance(fields, Mapping) else None
+    if isinstance(files, str):
+        files = [files]
+    if not files or not isinstance(files, Sequence):
+        return None
+    if not all(isinstance(file, str) and Path(file).is_file() for file in files):
+        return None
+    with suppress(UserError):  # which the evaluation raises
+        return len(read_files(files))
+    return None
+
+
 def _find_own_task(fields: Any, limit: int | None) -> PublishedTask | None:
-    """Return the size of an own benchmark by its fields, or None if only its files say it."""
+    """Return the size of an own benchmark by its fields, or None if it is not known before the evaluation."""
+    number = _count_rows(fields)
+    if number is not None and limit is not None:
+        limit = min(limit, number)
+    elif number is not None:
+        limit = number
     if not isinstance(fields, Mapping) or limit is None:
         return None
     like = PUBLISHED_TASKS.get(str(fields.get("like")))

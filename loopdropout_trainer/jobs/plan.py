@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.costs.evaluations import add_answers, count_answers
+from loopdropout_trainer.costs.evaluations import add_answers, count_answers, count_own_problems
 from loopdropout_trainer.costs.paper import describe_paper_costs
 from loopdropout_trainer.costs.published import PUBLISHED
 from loopdropout_trainer.costs.trainings import (
@@ -324,8 +324,12 @@ def describe_measurements(options: ScriptArguments) -> list[str]:
     """Return what is measured after a training."""
     steps = []
     if options.benchmarks:
-        step = f"evaluate {', '.join(options.benchmarks)}"
-        if options.benchmark_limit is not None:
+        numbers = count_own_problems(options)
+        names = []
+        for name in options.benchmarks:
+            names.append(f"{name} ({count(numbers[name], 'problem')})" if name in numbers else name)
+        step = f"evaluate {', '.join(names)}"
+        if options.benchmark_limit is not None and not {*options.benchmarks} <= {*numbers}:
             step += f", at most {options.benchmark_limit:,} problems each"
         steps.append(step)
     if options.eval_num_loops:

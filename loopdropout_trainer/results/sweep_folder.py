@@ -5,14 +5,15 @@ A run is in `METHOD/lr_X/seed_S` of the folder. Several sweeps can share a folde
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loopdropout_trainer.errors import join_command
-from loopdropout_trainer.files import lock_file, read_json_object, write_file
+from loopdropout_trainer.errors import count, join_command
+from loopdropout_trainer.files import lock_file, lock_path, read_json_object, write_file
 from loopdropout_trainer.results.run_files import has_trained
 
 
@@ -26,9 +27,14 @@ SUMMARY_FILE = "summary.json"
 If all `trainings` have ended, the method may still not be `finished`, because measurements are missing.
 """
 
+LOCK = "sweep.lock"
+"""File in the folder of a run that the sweep locks which trains it."""
 
 RUN_NAME = r"^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_"
 """Beginning of the `run_name` of a sweep's run, "SWEEP/METHOD/lr_X/seed_S": the sweep, and its name of the method."""
+
+
+_HOW_TO_CONTINUE = "The same `loopdropout sweep` command continues it."
 
 
 class SweepRun(NamedTuple):
@@ -47,6 +53,29 @@ class SweepRun(NamedTuple):
 def list_runs(folder: str | Path) -> list[Path]:
     """Return the folders of the runs that a sweep has started in a folder."""
     return sorted(path.parent for path in Path(folder).glob(f"*/lr_*/seed_*/{SETTINGS_FILE}"))
+
+
+def is_running(folder: Path) -> bool:
+    """Return whether a process trains the run in a folder, be it of a sweep or of a command of its own."""
+    for path in (folder / LOCK, lock_path(folder, "folder")):
+        if not path.exists():
+            continue
+        try:
+            with open(path) as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # the file system has no locks, or the folder is another user's
+            return False
+    return False
+
+
+def describe_running(number: int) -> str:
+    """Return the words about a number of runs that processes train or measure now, or "" without any."""
+    if not number:
+        return ""
+    verb = "is" if number == 1 else "are"
+    return f"{count(number, 'run')} {verb} being trained or measured now"
 
 
 def folder_of_run(run: str | Path) -> Path | None:
@@ -162,7 +191,22 @@ def describe_choices(folder: str | Path) -> list[str]:
 
 
 def describe_progress(folder: str | Path) -> str:
-    """Return a sentence about an unfinished sweep, or "" for a finished one and for a folder without a summary."""
+    """Return sentences about an unfinished sweep, or "" for a finished one and for a folder without a summary."""
+    running = describe_running(sum(is_running(run) for run in list_runs(folder)))
+    if running:
+        progress, end = _describe_missing(folder, is_running=True), f"The sweep is running: {running}."
+    else:
+        progress, end = _describe_missing(folder), _HOW_TO_CONTINUE
+    return f"{progress} {end}" if progress else ""
+
+
+def _describe_missing(folder: str | Path, is_running: bool = False) -> str:
+    """Return a sentence about the trainings of an unfinished sweep, or "" for a finished one or without a summary.
+
+    Args:
+        folder: Folder of the sweep.
+        is_running: Whether it is running, so that it counts all trainings that have ended soon.
+    """
     summary = read_summary(folder)
     trainings, finished = summary.get("trainings", {}), summary.get("finished", {})
     # The sweep itself decides it. The summary of an older version has the numbers only.
@@ -173,7 +217,7 @@ def describe_progress(folder: str | Path) -> str:
     num_ended = sum(ended for ended, _ in trainings.values()) + len(uncounted)
     total = sum(number for _, number in trainings.values())
     missing = ""
-    if uncounted:
+    if uncounted and not is_running:
         missing = f", with {', '.join(uncounted)}, which the sweep has not counted yet"
     elif num_ended == total:
         missing = ", but measurements are missing"
@@ -184,10 +228,7 @@ def describe_progress(folder: str | Path) -> str:
     other_code = _chain(summary, "other_code")
     if other_code:
         remarks += f" (of an earlier `--import` file, and not counted: {', '.join(other_code)})"
-    return (
-        f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}. The same "
-        "`loopdropout sweep` command continues it."
-    )
+    return f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}."
 
 
 def _chain(summary: dict[str, dict[str, Any]], name: str) -> list[str]:
@@ -197,9 +238,9 @@ def _chain(summary: dict[str, dict[str, Any]], name: str) -> list[str]:
 
 def describe_interruption(folder: str | Path) -> str:
     """Return a sentence about a sweep that a signal has stopped: how far it is, or that all of its runs are finished."""
-    progress = describe_progress(folder)
+    progress = _describe_missing(folder)
     if progress:
-        return progress
+        return f"{progress} {_HOW_TO_CONTINUE}"
     if not read_summary(folder).get("trainings"):  # it was stopped before its first line
         return "interrupted."
     command = join_command("report", folder)

@@ -254,9 +254,24 @@ class ScriptArguments(BenchmarkArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.eval_num_loops or self.single_loop_accuracy) and not self.benchmarks:
-            raise UserError("`benchmarks` must be set if `eval_num_loops` or `single_loop_accuracy` is set.")
+        if not self.benchmarks:
+            self._check_no_first_task()
         self.merge = self.merge or self.push_merged_to_hub
+
+    def _check_no_first_task(self) -> None:
+        """Raise UserError if a field evaluates the first task of `benchmarks`, which has none."""
+        off = {}  # the value of each such field that switches it off
+        if self.eval_num_loops:
+            off["eval_num_loops"] = "null"
+        if self.single_loop_accuracy:
+            off["single_loop_accuracy"] = "false"
+        if off:
+            names = " and ".join(f"`{name}`" for name in off)
+            options = " ".join(f"--{name} {value}" for name, value in off.items())
+            raise UserError(
+                f"`benchmarks` must be set, because the recipe or the command line sets {names}. To evaluate nothing, also "
+                f"set `{options}`."
+            )
 
 
 @dataclass

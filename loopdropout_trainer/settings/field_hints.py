@@ -167,6 +167,8 @@ def field_hint(
     meant = FORMER_NAMES.get(name) or USUAL_NAMES.get(name)
     if meant in fields:
         return f" Did you mean {meant!r}?"
+    if f"{name}s" in fields:  # also if people use the name for a field of trainings
+        return f" Did you mean '{name}s'?"
     for field, inner_fields in (inner or {}).items():
         own_name = next((own for own in (name, meant) if own in inner_fields.names), None)
         if own_name is not None:

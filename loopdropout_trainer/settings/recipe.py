@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from loopdropout_trainer.errors import UserError, hide_secrets
+from loopdropout_trainer.errors import UserError, closest_match, hide_secrets
 from loopdropout_trainer.files import check_links, recipe_hint, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.settings.field_hints import InnerFields, field_hint
 from loopdropout_trainer.settings.field_values import is_optional, items_of, option_value, read_value
@@ -110,8 +110,7 @@ def import_files(paths: Sequence[str]) -> None:
     A Python file registers rules, looped models, or rewards.
     """
     for path in map(Path, paths):
-        if not path.is_file():
-            raise UserError(f"`--import` must be given Python files or task files, got {path}.")
+        _check_import(path)
         absolute = str(path.resolve())
         if absolute in IMPORTED:
             continue
@@ -120,6 +119,18 @@ def import_files(paths: Sequence[str]) -> None:
             spec = spec_from_file_location(imported_name(path), absolute)
             module = sys.modules[spec.name] = module_from_spec(spec)
             spec.loader.exec_module(module)
+
+
+def _check_import(path: Path) -> None:
+    """Raise UserError unless the path of `--import` is a file."""
+    if path.is_file():
+        return
+    if path.is_dir():
+        found = f"and {path} is a folder."
+    else:
+        others = [file.name for file in path.parent.glob("*") if file.suffix in (".py", ".yaml")]
+        found = f"and there is no file {path}.{closest_match(path.name, sorted(others))}"
+    raise UserError(f"`--import` must be given Python files or task files, {found}")
 
 
 def imported_name(path: str | Path) -> str:

@@ -28,11 +28,11 @@ from loopdropout_trainer.jobs.training_data import (
     load_sweep_examples,
 )
 from loopdropout_trainer.results.run_files import is_of_training, read_own_results
+from loopdropout_trainer.results.sweep_folder import describe_running, is_running
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.settings.recipe import build_part
 from loopdropout_trainer.sweeps.code import ACCEPT, can_accept_other_results, describe_other_results
-from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time, read_means
-from loopdropout_trainer.sweeps.workers import is_running
+from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time
 from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
@@ -123,6 +123,7 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
         "evaluation": _by_method(_describe_evaluations(sweep)),
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
         "done": _describe_done(sweep, num_ended, total, measured),
+        "running": describe_running(len(_find_running(sweep))),
     }
 
 
@@ -130,7 +131,7 @@ def _describe_done(sweep: Any, num_ended: int, total: int, measured: str) -> str
     """Return the number of trainings that have ended, with the time that is left and was measured, or "" before any ended."""
     if not num_ended:
         return ""
-    left = describe_left(sweep.count_left(), _read_means(sweep), sweep.workers)
+    left = describe_left(sweep.count_left(), sweep.means(), sweep.workers)
     done = ", ".join(filter(None, [f"{num_ended} of {count(total, 'training')}", left]))
     return f"{done}\n{measured}".rstrip()
 
@@ -242,7 +243,7 @@ def _describe_measured_time(sweep: Any) -> str:
     A sweep measures its own runs. A scheduler may run the commands of `print_commands` instead. Then only the time of the
     trainings is known.
     """
-    means = _read_means(sweep)
+    means = sweep.means()
     if means:
         return describe_means(means)
     train_seconds = _read_train_seconds(sweep)
@@ -250,14 +251,6 @@ def _describe_measured_time(sweep: Any) -> str:
         return ""
     mean = sum(train_seconds) / len(train_seconds)
     return f"measured: {name_time(mean)} on average for a training without its start and evaluation"
-
-
-def _read_means(sweep: Any) -> dict[str, float]:
-    """Return the mean seconds of each kind of run that the sweep has measured. Methods of one sweep have the same ones."""
-    means: dict[str, float] = {}
-    for method in sweep.recipes:
-        means |= read_means(sweep.output_dir, method)
-    return means
 
 
 def _read_train_seconds(sweep: Any) -> list[float]:

@@ -61,10 +61,30 @@ class RunTimes:
         return {kind: sum(seconds) / len(seconds) for kind, seconds in self.seconds.items() if seconds}
 
 
-def read_means(folder: str, method: str) -> dict[str, float]:
-    """Return the mean seconds of each kind of run that the sweep in a folder has measured for a method."""
-    means: Any = read_summary(folder).get("run_seconds", {}).get(method)
-    return means if isinstance(means, dict) else {}  # an older version has one number for all kinds
+def read_means(sweep: Any) -> dict[str, float]:
+    """Return the mean seconds of each kind of run that a sweep has measured. Methods of one sweep have the same ones.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+    """
+    saved = read_summary(sweep.output_dir).get("run_seconds", {})
+    means: dict[str, float] = {}
+    for method in sweep.recipes:
+        own: Any = saved.get(method)
+        if isinstance(own, dict):  # an older version has one number for all kinds
+            means |= own
+    return means
+
+
+def find_means(sweep: Any) -> dict[str, float]:
+    """Return the mean seconds of each kind of run: of those since the start of the sweep, else those of a former start.
+
+    The plan and the lines about ended runs both use it, so that they agree on the time that is left.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+    """
+    return {**read_means(sweep), **sweep.pool.times.means()}
 
 
 def describe_left(left: Mapping[str, int], means: Mapping[str, float], speed: float) -> str:

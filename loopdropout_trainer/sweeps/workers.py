@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.files import checkpoint_step, lock_path
+from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.results.imported_code import find_other_code
 from loopdropout_trainer.results.run_files import has_trained, read_run
+from loopdropout_trainer.results.sweep_folder import LOCK
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 from loopdropout_trainer.sweeps.run_times import MEASURING, RunTimes, describe_left
 
@@ -38,10 +39,6 @@ _ERRORS = (re.compile(r"loopdropout \w+: "), re.compile(r"(\[rank\d+\]: )?[\w.]*
 
 _NOISE = re.compile(r"Warning: |warnings\.warn|resource_tracker|CalledProcessError|ChildFailedError")
 """Part of a line that says nothing about the error: warnings, also those at the end of Python, and errors of a launcher."""
-
-
-LOCK = "sweep.lock"
-"""File in the folder of a run that the sweep locks which trains it."""
 
 
 class Runs(Protocol):
@@ -71,6 +68,9 @@ class Runs(Protocol):
     def count_left(self) -> dict[str, int]:
         """Return the number of runs of each kind that this start of the sweep still has."""
 
+    def means(self) -> dict[str, float]:
+        """Return the mean seconds of a run of each kind that has ended, since the start of the sweep or before."""
+
     def save_progress(self, run_seconds: Mapping[str, float]) -> None:
         """Write how far the sweep is, and the mean seconds of a run of each kind that has ended since its start."""
 
@@ -93,6 +93,8 @@ class Workers:
         self.runs, self.number = runs, number
         self.stopped = threading.Event()
         self.processes: set[subprocess.Popen] = set()
+        self.unreported: set[Any] = set()  # runs that were started here, until the line about their end
+        self.reporting = threading.Lock()
         self.failures: dict[Any, str] = {}  # sentences about the runs that failed, which are not tried again
         self.last_message: str | None = None  # of the last run that ended, if it failed
         self.times = RunTimes()  # of the runs that have ended here
@@ -154,6 +156,7 @@ class Workers:
         was_trained, kind = has_trained(path.parent), self.runs.kind(run)
         checkpoint = None if was_trained else _find_checkpoint(path.parent)
         is_whole = kind == MEASURING or not (was_trained or checkpoint)
+        self.unreported.add(run)
         print(f"{run.name} {_describe_start(was_trained, checkpoint)} (log: {path})", flush=True)
         start = time.monotonic()
         with open(path, "a", encoding="utf-8") as log:
@@ -171,16 +174,19 @@ class Workers:
             os.killpg(process.pid, signal.SIGTERM)
         status = process.wait()
         self.processes.remove(process)
-        if self.runs.is_done(run):
-            self.num_ended += 1
-            if is_whole:  # else it has left a part of its time to another start
-                self.times.add(kind, time.monotonic() - start)
-        if self.runs.is_done(run) or self.stopped.is_set():
-            self.last_message = None
-            self.runs.save_progress(self.times.means())
-            print(self._describe_end(run, was_trained), flush=True)
-        else:
-            self._record_failure(run, status, path, log_start)
+        seconds = time.monotonic() - start
+        with self.reporting:  # so that the lines of workers have their numbers in order
+            self.unreported.remove(run)
+            if self.runs.is_done(run):
+                self.num_ended += 1
+                if is_whole:  # else it has left a part of its time to another start
+                    self.times.add(kind, seconds)
+            if self.runs.is_done(run) or self.stopped.is_set():
+                self.last_message = None
+                self.runs.save_progress(self.times.means())
+                print(self._describe_end(run, was_trained), flush=True)
+            else:
+                self._record_failure(run, status, path, log_start)
 
     def _record_failure(self, run: Any, status: int, log: Path, log_start: int) -> None:
         """Print a failure and keep it.
@@ -234,32 +240,17 @@ class Workers:
             status = "has its score, but did not end as it should (see its log.txt)"
         num_done, total = self.runs.count()
         parts = [status, self.runs.describe_score(run)]
-        parts.append(describe_left(self.runs.count_left(), self.times.means(), self.measure_speed()))
+        parts.append(describe_left(self.runs.count_left(), self.runs.means(), self.measure_speed()))
         text = f"{run.name} {', '.join(filter(None, parts))}"
         if not self.runs.is_done(run):  # a number in front would look like its own
             return f"{text} ({num_done} of {total} trainings have ended)"
         return f"{num_done} of {total}: {text}"
 
 
-def is_running(folder: Path) -> bool:
-    """Return whether a process trains the run in a folder, be it of a sweep or of a command of its own."""
-    for path in (folder / LOCK, lock_path(folder, "folder")):
-        if not path.exists():
-            continue
-        with open(path, "a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            except OSError:  # the file system has no locks
-                return False
-    return False
-
-
 def _describe_start(was_trained: bool, checkpoint: str | None) -> str:
     """Return what a run begins with: its measurement, the step of its checkpoint, or its first step."""
     if was_trained:
-        return "is measured"
+        return "is being measured"
     if checkpoint is not None:
         return f"continues from step {checkpoint_step(checkpoint)}"
     return "starts"

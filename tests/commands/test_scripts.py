@@ -650,7 +650,12 @@ MISTAKES = [
     ("sft", "--rule independent", "`merge` and `eval_num_loops` must not be set for 'independent'"),
     ("sft", "--push_merged_to_hub true --push_to_hub true --hub_model_id a/b", "Set either `push_to_hub` or `push_me"),
     ("sft", "--push_merged_to_hub true", "`hub_model_id` must be set if `push_merged_to_hub` is set."),
-    ("sft", "--benchmarks null", "`benchmarks` must be set if `eval_num_loops` or `single_loop_accuracy` is set."),
+    (
+        "sft",
+        "--benchmarks null --single_loop_accuracy false",
+        "`benchmarks` must be set, because the recipe or the command line sets `eval_num_loops`. To evaluate nothing, also "
+        "set `--eval_num_loops null`.",
+    ),
     ("sft", "--num_eval_examples 0", "`num_eval_examples` must be at least 1"),
     (
         "sft",

@@ -1,6 +1,7 @@
 """The plan of a training: mistakes in the data come without it, and it names checkpoints and printed completions."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -163,3 +164,17 @@ def test_other_trainers_refuse_several_draws_in_a_plan():
             read_training(args, {}, model, adapter)
     with user_error("`precompute_ref_log_probs` must be False"):
         LoopDropoutDPOConfig("run", precompute_ref_log_probs=True, bf16=False)
+
+
+def test_plan_counts_the_problems_of_own_benchmarks(plan):
+    """Which the limit only bounds. Those of a file that is not here are not counted."""
+    own = '{"mine":{"files":"problems.jsonl","like":"gsm8k"}}'
+    words = [
+        "--num_eval_examples 2 --benchmarks mine --evaluate_base false --benchmark_limit 500 --own_benchmarks",
+        own,
+    ]
+    write_lines(Path("problems.jsonl"), [{"question": "1 + 1?", "answer": "#### 2"}] * 3)
+    lines = "\n".join(plan(PAIRS, *words))
+    assert "evaluate mine (3 problems)\n" in lines and "at most 3 problems and 768 generated tokens" in lines
+    lines = "\n".join(plan(PAIRS, *words[:1], own.replace("problems", "missing")))
+    assert "evaluate mine, at most 500 problems each\n" in lines and "at most 500 problems and 128,000" in lines

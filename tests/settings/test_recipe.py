@@ -188,8 +188,12 @@ def test_import_runs_a_file_once(write, tmp_path, monkeypatch):
     for _ in range(2):
         assert read("--name", "x", "--import", path).name == "x"
     assert (tmp_path / "count").read_text() == "x"
-    with user_error("`--import` must be given Python files or task files, got nowhere.py"):
+    with user_error("`--import` must be given Python files or task files, and there is no file nowhere.py"):
         read("--name", "x", "--import", "nowhere.py")
+    with user_error(f"there is no file {tmp_path}/mni.py. Did you mean 'mine.py'?"):
+        read("--name", "x", "--import", f"{tmp_path}/mni.py")
+    with user_error(f"must be given Python files or task files, and {tmp_path} is a folder."):
+        read("--name", "x", "--import", str(tmp_path))
 
 
 PARTS = """

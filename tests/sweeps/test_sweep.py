@@ -26,6 +26,7 @@ from torch.nn import Identity
 
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, read_lines
+from helpers.hub import running_hub
 from helpers.processes import PATIENCE, ForkedPopen, Program, python, wait_for
 from loopdropout_trainer.costs.evaluations import HOW_TO_TIME
 from loopdropout_trainer.errors import run_script
@@ -434,6 +435,31 @@ def test_time_left_has_the_mean_of_each_kind_of_run(lab):
     assert (made.count_left(), made.count_done(), made.count()) == ({}, 5, (4, 4))
 
 
+def test_continued_sweep_has_the_times_of_its_plan(lab, capsys):
+    """A start of a sweep begins with the mean times of the start before it."""
+    made = lab.sweep()
+    made.save_progress({"choosing": 100, "final": 1000, "measuring": 500})
+    first, *_ = made.pending()
+    made = lab.sweep()
+    made.pool._train_unless_locked(first, {})  # it takes about 0 s
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.endswith("on development, about 0:25:00 left"), line
+    sweep.main([lab.file, "--dry_run", "true"])
+    assert "1 of 4 trainings, about 0:25:00 left" in capsys.readouterr().out
+
+
+def test_lines_of_workers_count_each_training_once(lab, capsys):
+    """Two trainings that end together have two numbers."""
+    made = lab.sweep()
+    first, second, _ = made.pending()
+    made.pool.unreported.add(second)  # another worker has not said yet that it has ended
+    subprocess.run(made.command(second), check=True)
+    made.pool._train_unless_locked(first, {})
+    assert f"\n1 of 4: {first.name} trained" in capsys.readouterr().out
+    made.pool.unreported.remove(second)
+    assert made.pool._describe_end(second, False).startswith(f"2 of 4: {second.name} trained")
+
+
 def test_time_of_a_continued_run_is_not_that_of_its_kind(lab):
     """A part of it belongs to another start of the sweep."""
     made = lab.sweep()
@@ -460,7 +486,7 @@ def test_sweep_says_how_far_it_is(lab, capsys):
     left = r", about 0:\d\d:\d\d left, not counting final trainings and measurements \(none has ended yet\)"
     names = {"lora/lr_0.01/seed_101", "lora/lr_0.02/seed_101", "lora/lr_0.04/seed_101", "lora/lr_0.02/seed_102"}
     starts = {name: rf"{name} starts \(log: {lab.out}/{name}/log.txt\)" for name in names}
-    measured = starts["lora/lr_0.02/seed_101"].replace("starts", "is measured")
+    measured = starts["lora/lr_0.02/seed_101"].replace("starts", "is being measured")
     lines = [
         starts["lora/lr_0.01/seed_101"],
         rf"1 of 4: lora/lr_0.01/seed_101 trained, accuracy 50.00% on development{left}",
@@ -618,6 +644,10 @@ def test_plan_names_the_missing_folder_of_a_model(lab, capsys, monkeypatch):
     Path("models").mkdir()
     sweep.main([lab.file, "--dry_run", "true"])
     assert f"{line}\n" in capsys.readouterr().out
+    with running_hub() as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
+        with user_error("There is no folder models/mine, and no model of this name that can be read on the Hub."):
+            sweep.main([lab.file, "--dry_run", "true"])
     Path("models/mine").symlink_to(TINY_OURO_PATH)
     sweep.main([lab.file, "--dry_run", "true"])
     assert "\nexamples        16, 2 held out, 1 optimizer step" in capsys.readouterr().out
@@ -1113,6 +1143,9 @@ def test_commands_leave_out_runs_that_other_processes_train(lab, capsys):
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1 and f"out/{third.name} " in printed.out.replace("/sweep_recipe.yaml", " ")
     assert printed.err == f"2 runs without a command, being trained now: {first.name}, {second.name}\n"
+    with lock_folder(lab.out / second.name):
+        sweep.main([*words[:-2], "--dry_run", "true"])
+    assert "\nrunning         1 run is being trained or measured now\n" in capsys.readouterr().out
     with lock_folder(lab.out / second.name):  # a further task of an array does not print the plan again
         sweep.print_sweep_plan(lab.sweep())
     joins = f"This process joins the sweep in {lab.out}, where others train 1 run now: 0 of 4 trainings have ended."
@@ -1179,6 +1212,7 @@ def test_signal_after_the_last_run_says_that_all_are_finished(lab, monkeypatch):
     ("benchmarks: [gsm8k, x]", "Put fields of the evaluation under `measure`: {benchmarks: [gsm8k, x]}."),
     ("lora_r: 8", "Put fields of trainings under `settings`: {lora_r: 8}."),
     ("learning_rate: 0.1", "Did you mean 'learning_rates'?"),  # the sweep sets it
+    ("method: lora", "Did you mean 'methods'?"),  # which people also write for `rule`
 ])  # fmt: skip
 def test_fields_of_trainings_are_put_under_settings(tmp_path, field, text):
     path = tmp_path / "fields.yaml"
@@ -1272,7 +1306,7 @@ def end_sweep(lab, signal_number):
 def test_killed_sweep_continues(lab):
     """The training of a killed sweep goes on with its lock, and the next sweep waits for it."""
     end_sweep(lab, signal.SIGKILL)
-    assert "0 of 4 trainings have ended. The same" in describe_progress(lab.out)
+    assert "0 of 4 trainings have ended. The sweep is running: 1 run is being" in describe_progress(lab.out)
     worker = threading.Thread(target=lab.sweep().train_all)
     worker.start()
     wait_for(lambda: len(lab.log) == 2)  # it starts with the next run
@@ -1291,6 +1325,11 @@ def test_progress_counts_a_training_that_ended_after_its_sweep(lab):
     subprocess.run(made.command(run), check=True)
     text = "3 of 4 trainings have ended, with lora/lr_0.04/seed_101, which the sweep has not counted yet. The same"
     assert text in describe_progress(lab.out)
+    with lock_folder(made.folder(run)):  # another process trains or measures it
+        text = describe_progress(lab.out)
+    assert text.endswith(
+        "3 of 4 trainings have ended. The sweep is running: 1 run is being trained or measured now."
+    ), text
     lab.run()
     assert describe_progress(lab.out) == ""
 
@@ -1381,6 +1420,20 @@ def test_sweep_runs_the_training_script(lab, forks):
     rows = [(row["task"], row["metric"]) for row in read_lines(made.folder(run) / "results.jsonl")]
     assert rows.index(("development", "loss")) < rows.index(("development", "accuracy"))
     print_summary(made)
+    _check_documented_columns(read_lines(made.folder(run) / "results.jsonl"), load_results(lab.out))
+
+
+def _check_documented_columns(rows, results):
+    """The page tells the columns of `results.jsonl` from those that `load_results` adds to them."""
+    page = (ROOT / "docs/reports.md").read_text().split("\n## A table of your own")[0]
+    lists = re.split(r"\| column in the file \||\| further column of `load_results` \|", page)[1:]
+    in_file, added = [{*re.findall(r"`(\w+)`(?=.*? \| .* \|$)", text, re.MULTILINE)} for text in lists]
+    added -= {"recipe_learning_rate", "recipe_lora_r"}  # which depend on the recipe
+    saved = {name for row in rows for name in row}
+    # Only a result in another folder has `adapter`, and only one of a part of a task has `group`.
+    assert in_file == saved | {"adapter", "group"}
+    assert {"folder", "run", "sweep", "variant", "trained_loops", "code", "checkpoint"} <= added <= {*results}
+    assert not added & in_file
 
 
 def test_score_of_a_run_is_at_the_depth_of_its_training(tmp_path):
