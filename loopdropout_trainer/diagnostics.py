@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import label_example, remove_calculations
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.looped import (
     LoopedModelMixin,
     attach_looped_model,
@@ -35,6 +35,7 @@ from loopdropout_trainer.looped import (
 from loopdropout_trainer.lora import kind_of, use_gates
 from loopdropout_trainer.renames import renamed_function
 from loopdropout_trainer.results.run_files import BASE_MODEL
+from loopdropout_trainer.tokenizers import check_tokenizer
 
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def label_batches(
         batch_size: Number of examples in a batch.
         completion_only_loss, assistant_only_loss: As in `SFTConfig`.
     """
+    check_tokenizer(tokenizer, "tokenizer")
     labeled = [label_example(row, tokenizer, completion_only_loss, assistant_only_loss) for row in examples]
     collate = DataCollatorForLanguageModeling(tokenizer.pad_token_id)
     return [collate(labeled[start : start + batch_size]) for start in range(0, len(labeled), batch_size)]
@@ -434,11 +436,21 @@ def _prepare(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[Loope
     model.eval()
     try:
         for batch in islice(batches, state.process_index, None, state.num_processes):
+            _check_batch(batch)
             inputs = dict(looped.complete_batch(send_to_device(dict(batch), device)))
             inputs.pop("example_ids", None)  # of the trainer's padding-free batches
             yield looped, inputs, inputs.pop("labels")[:, 1:]
     finally:
         model.train(was_training)
+
+
+def _check_batch(batch: Any) -> None:
+    """Raise UserError for a value that is not a batch, such as an example."""
+    if not isinstance(batch, Mapping) or not {"input_ids", "labels"}.issubset(batch):
+        raise UserError(
+            f"`batches` must have `input_ids` and `labels`, got {short_repr(batch)}. Make batches of examples by "
+            "`label_batches(examples, tokenizer)`."
+        )
 
 
 def _loss_and_accuracy(name: str, score: Score, num_loops: int, model: nn.Module, **columns: int) -> list[Result]:

@@ -56,9 +56,11 @@ class UserError(ValueError):
 
 
 def short_repr(value: Any) -> str:
-    """Return `repr(value)` in one line, shortened to fit into a sentence."""
+    """Return `repr(value)` in one line, shortened to fit into a sentence. A model has the name of its class."""
+    if hasattr(value, "named_modules") and not isinstance(value, type):
+        return type(value).__name__
     text = _repr.repr(value)
-    if "\n" in text:  # of a model or a tensor
+    if "\n" in text:  # of a tensor
         text = " ".join(text.split())
     return text
 

@@ -101,15 +101,19 @@ class PreTrainedTokenizerFast(TokenizersBackend):
         return files
 
 
-def check_tokenizer(processing_class: Any) -> None:
-    """Raise UserError if a tokenizer is a name or a number. Tokenizers and processors can be called."""
-    if isinstance(processing_class, str | Path):
+def check_tokenizer(tokenizer: Any, name: str = "processing_class") -> None:
+    """Raise UserError if a tokenizer is a name or a number. Tokenizers and processors can be called.
+
+    Args:
+        tokenizer: Value of the argument.
+        name: Name of the argument.
+    """
+    if isinstance(tokenizer, str | Path):
         raise UserError(
-            f"`processing_class` must be a tokenizer, got the name {str(processing_class)!r}. Load it by "
-            f"`load_tokenizer({str(processing_class)!r})`."
+            f"`{name}` must be a tokenizer, got the name {str(tokenizer)!r}. Load it by `load_tokenizer({str(tokenizer)!r})`."
         )
-    if processing_class is not None and not callable(processing_class):
-        raise UserError(f"`processing_class` must be a tokenizer, got {short_repr(processing_class)}.")
+    if tokenizer is not None and not callable(tokenizer):
+        raise UserError(f"`{name}` must be a tokenizer, got {short_repr(tokenizer)}.")
 
 
 def load_tokenizer(

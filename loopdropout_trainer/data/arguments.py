@@ -10,15 +10,29 @@ from loopdropout_trainer.data.formats import FORMATS, PAIRS, PREFERENCES, TEXTS
 from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, PROMPT_TEMPLATES
 from loopdropout_trainer.data.sources import DataSource, read_sources
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.settings.fields import check_fields, option
+from loopdropout_trainer.settings.fields import NamedFieldsMixin, check_fields, option
 
 
 @dataclass
-class DataArguments:
+class DataArguments(NamedFieldsMixin):
     """The fields of a recipe about training data.
+
+    Args:
+        preparation: Named preparation of the examples, such as "gsm8k". Default: the examples have one of TRL's formats.
+        dataset_name, dataset_config, dataset_revision, dataset_split: A dataset of the Hub or in a folder.
+        train_files, eval_files: JSONL, JSON, CSV or Parquet files to train and to evaluate on.
+        datasets: Several data sets or files, as mappings with `path`, `split`, `fraction` and others.
+        column_mapping: Columns of the dataset by the names that the examples need.
+        num_train_examples, num_eval_examples, split_seed: Numbers of examples, and the seed of their choice.
+        prompt_template, prompt_end, target_prefix: Texts around the columns of an example.
+        example_token_limit: Number of tokens from which `metamath_gsm` leaves out an example.
+        arithmetic_steps: Fewest and most steps of generated arithmetic problems.
 
     Attributes:
         formats: Columns of each format of examples that the training reads.
+
+    Raises:
+        UserError: If a field is unknown or wrong, or if two fields describe the same.
     """
 
     help_title = "Data"

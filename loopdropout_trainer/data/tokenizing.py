@@ -9,11 +9,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from loopdropout_trainer.data.formats import wrong_columns
 from loopdropout_trainer.data.preparations import Row
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.limits import render_chat
 from loopdropout_trainer.tokenizers import check_chat_template
 
+
+_TARGETS = ("completion", "messages", "text")
+"""Columns with the text or the turns that the model is trained on."""
+
+_COLUMNS = (("prompt", "completion"), ("messages",), ("text",))
 
 _MASK = "return_assistant_tokens_mask"
 
@@ -39,7 +45,10 @@ def tokenize(
         `assistant_masks`.
     """
     prompt = example.get("prompt")
-    target = next(example[name] for name in ("completion", "messages", "text") if name in example)
+    given = [name for name in _TARGETS if name in example]
+    if not given:
+        raise wrong_columns("An example", _COLUMNS, example, "Rename its columns.")
+    target = example[given[0]]
     if isinstance(target, list):
         return _tokenize_turns(prompt, target, example, tokenizer, assistant_only_loss)
     return _tokenize_texts(prompt, target, tokenizer, is_one_text)

@@ -17,7 +17,7 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate as run_lm_eval
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.evaluation.loading import load_task, preserved_random_states
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
 from loopdropout_trainer.evaluation.programs import load_problems
@@ -69,6 +69,8 @@ def evaluate_tasks(
     Raises:
         UserError: if a task does not exist, its data cannot be loaded, or its programs cannot be contained.
     """
+    if not isinstance(lm, LoopedLM):
+        raise UserError(f"`lm` must be a `LoopedLM`, got {short_repr(lm)}. Give `LoopedLM(model, tokenizer)`.")
     if isinstance(tasks, str):
         raise UserError(f"`tasks` must be a list, got {tasks!r}. Did you mean [{tasks!r}]?")
     selected: dict[str, Task | Group] = {}

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, as_path, check_type
+from loopdropout_trainer.errors import UserError, as_path, check_type, short_repr
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results.run_files import RECIPE_FILE
@@ -316,7 +316,12 @@ def push_merged_to_hub(
     Raises:
         UserError: If the folder does not hold a merged model, or the push fails.
     """
-    folder = as_path("folder", folder)
+    if not isinstance(folder, str | Path):
+        raise UserError(
+            f"`folder` must be a folder with a merged model, got {short_repr(folder)}. Call `merge_and_save(model, folder)` "
+            "first."
+        )
+    folder = Path(folder)
     check_type("`repo_id`", repo_id, str)
     if holds_adapter(folder) or not any(folder.glob("*.safetensors")):
         raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")

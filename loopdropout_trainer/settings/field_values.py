@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Any, get_args, get_origin
 
-from loopdropout_trainer.errors import UserError, check_type, closest_match, describe_type, short_repr
+from loopdropout_trainer.errors import UserError, check_type, describe_type, short_repr
 from loopdropout_trainer.settings.field_hints import HOW_TO_COMPARE
-from loopdropout_trainer.settings.fields import check_value, single_types
+from loopdropout_trainer.settings.fields import check_choice, check_value, single_types
 from loopdropout_trainer.settings.read_yaml import read_yaml
 
 
@@ -30,7 +30,7 @@ def is_optional(hint: Any) -> bool:
 def read_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
     """Return a value as a field takes it. Raise UserError unless it has the field's type, choices and bounds."""
     value = _fit(value, hint)
-    _check_choice(field, value, hint)
+    check_choice(field.name, value, _find_choices(field, hint))
     if isinstance(value, list):
         _check_single(field.name, value, hint)
     check_type(f"`{field.name}`", value, hint, field.metadata.get("kinds"))
@@ -69,17 +69,6 @@ def _item_type(types: Collection[Any]) -> Any:
         if get_origin(kind) is list:
             return get_args(kind)[0]
     return None
-
-
-def _check_choice(field: dataclasses.Field, value: Any, hint: Any) -> None:
-    """Raise UserError unless a value, or each item of a list, is one of the field's choices."""
-    choices = [choice for choice in _find_choices(field, hint) if choice]
-    if not choices:
-        return
-    for item in items_of(value):
-        if item is not None and item not in choices:
-            matches = closest_match(item, choices)
-            raise UserError(f"`{field.name}` must be one of {', '.join(choices)}, got {short_repr(item)}.{matches}")
 
 
 def _find_choices(field: dataclasses.Field, hint: Any) -> Collection[Any]:

@@ -11,10 +11,11 @@ from dataclasses import MISSING, Field, field, fields
 from functools import cache
 from numbers import Real
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 from loopdropout_trainer.bounds import Bounds
-from loopdropout_trainer.errors import UserError, describe_type, find_unusable, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, describe_type, find_unusable, short_repr
+from loopdropout_trainer.settings.field_hints import field_hint
 from loopdropout_trainer.settings.library_fields import LIBRARY_FIELDS
 
 
@@ -73,6 +74,18 @@ def single_types(hint: Any) -> set[Any]:
     if get_origin(hint) in (Union, UnionType):
         return set().union(*map(single_types, get_args(hint)))
     return {None if hint is type(None) else hint}
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raise UserError unless the value of a field, or each item of a list, is one of the field's choices, if it has any."""
+    choices = [choice for choice in choices if choice]
+    if not choices:
+        return
+    items = value if isinstance(value, list | tuple) else [value]
+    for item in items:
+        if item is not None and item not in choices:
+            matches = closest_match(item, choices)
+            raise UserError(f"`{name}` must be one of {', '.join(choices)}, got {short_repr(item)}.{matches}")
 
 
 def check_value(own: Field, value: Any, hint: Any) -> None:
@@ -135,7 +148,19 @@ def check_fields(instance: Any, names: Collection[str] | None = None) -> None:
             raise UserError(f"`{own.name}` must be {describe_type(hints[own.name])}, got {short_repr(value)}.")
         if types == {bool} and isinstance(value, str):  # "false" would count as true
             raise UserError(f"`{own.name}` must be true or false, got {short_repr(value)}.")
+        check_choice(own.name, value, metadata_of(own).get("choices") or ())
         check_value(own, value, hints[own.name])
+
+
+class NamedFieldsMixin:
+    """Errors for unknown fields of a dataclass, which name the field that is meant."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        known = [own.name for own in fields(cls)]
+        for name, value in kwargs.items():
+            if name not in known:
+                raise UserError(f"`{name}` is not a field of {cls.__name__}.{field_hint(name, known, value)}")
+        return super().__new__(cls)
 
 
 def check_mappings(instance: Any, names: Collection[str]) -> None:

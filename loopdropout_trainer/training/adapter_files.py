@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, as_path
 from loopdropout_trainer.lora import check_present, find_active_adapter
 from loopdropout_trainer.results.run_files import RECIPE_FILE, read_used_imports, write_results
 from loopdropout_trainer.results.training_results import (
@@ -98,6 +98,8 @@ class AdapterFilesMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the adapter with its training settings and its card. Weights that are not finite are not saved."""
+        if output_dir is not None:
+            as_path("output_dir", output_dir)
         check_present(self.model)
         check_finite(self.model, self.state.global_step, self.args)
         folder = output_dir or self.args.output_dir

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_see
 
 from helpers.errors import user_error
 from helpers.tiny import tiny_ouro, trained_parameters, with_adapter
+from helpers.tokenizer import make_tokenizer
 from helpers.trainers import assert_same_weights
 from loopdropout_trainer import (
     LoopDropoutConfig,
@@ -36,6 +37,8 @@ from loopdropout_trainer import (
     register_rule,
     use_gates,
 )
+from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.diagnostics import label_batches, score
 from loopdropout_trainer.gate_state import GatedBatch
 from loopdropout_trainer.gates import RULES, ExactlyM, GateRule, make_rule
 from loopdropout_trainer.lora import adapted_layers
@@ -815,7 +818,30 @@ def test_all_linear_means_the_recurrent_block():
 
 BASE = tiny_ouro()
 MISTAKES = {
-    "push a model": (lambda: push_merged_to_hub(BASE, "me/model"), "`folder` must be a path, got OuroFor"),
+    "push a model": (
+        lambda: push_merged_to_hub(BASE, "me/model"),
+        "`folder` must be a folder with a merged model, got OuroForCausalLM. Call `merge_and_save.model, folder.` first",
+    ),
+    "data choice": (
+        lambda: DataArguments(preparation="arithmetik"),
+        "`preparation` must be one of arithmetic, .*, got 'arithmetik'. Did you mean 'arithmetic'?",
+    ),
+    "data field": (
+        lambda: DataArguments(prepration="gsm8k"),
+        "`prepration` is not a field of DataArguments. Did you mean 'preparation'?",
+    ),
+    "batches of other columns": (
+        lambda: label_batches([{"question": "x"}], make_tokenizer()),
+        "An example must have one of: `prompt` and `completion`; `messages`; `text`, got the columns question. Rename",
+    ),
+    "batches of a name": (
+        lambda: label_batches([{"text": "x"}], "tiny-ouro"),
+        r"`tokenizer` must be a tokenizer, got the name 'tiny-ouro'. Load it by `load_tokenizer\('tiny-ouro'\)`",
+    ),
+    "score of examples": (
+        lambda: score(with_adapter(), [{"text": "x"}], [1, 0, 0, 0]),
+        r"`batches` must have `input_ids` and `labels`, got \{'text': 'x'\}. .* `label_batches\(examples, tokenizer\)`",
+    ),
     "push to 5": (lambda: push_merged_to_hub("merged", 5), "`repo_id` must be a text, got 5"),
     "merge with a name": (
         lambda: merge_and_save(with_adapter(), "merged", "tiny-ouro"),
@@ -851,6 +877,8 @@ def test_mistakes_with_public_functions_raise(mistake):
 
 def test_training_inside_of_a_block_raises(make_sft):
     trainer = make_sft(max_steps=1)
+    with user_error("`output_dir` must be a path, got 5"):
+        trainer.save_model(5)
     with torch.no_grad(), user_error("must run outside of `torch.no_grad.."):
         trainer.train()
     with use_gates(trainer.model, [1, 0, 0, 0]), user_error("must run outside of `use_gates`, because it draws"):
