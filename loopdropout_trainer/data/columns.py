@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -130,6 +131,64 @@ def warn_about_unused(unused: Collection[str], columns: Collection[str], data: D
             f"The column `system` of the data of {data} is ignored. To train on it, make it the first turn of "
             f"`{conversations.pop()}`, with the role system."
         )
+
+
+def warn_about_other_format(
+    unused: Collection[str], columns: Sequence[str], formats: Sequence[Sequence[str]], data: DataSource
+) -> None:
+    """Log that columns of another format are ignored, if examples are made of the columns of a format that was found.
+
+    Args:
+        unused: Columns of the data that examples are not made of.
+        columns: Columns that they are made of.
+        formats: Columns of each format that the data can have.
+        data: Source of the data, which the message names.
+    """
+    others = find_format(unused, formats)
+    if not others or columns not in formats or not PartialState().is_main_process:
+        return
+    verb = "is" if len(others) == 1 else "are"
+    logger.warning(
+        f"The data of {data} has {enumerate_columns(columns)}, which are trained on, so {enumerate_columns(others)} {verb} "
+        f"ignored. To train on {enumerate_columns(others)}, set `columns: [{', '.join(others)}]` in an item of `datasets`."
+    )
+
+
+def warn_about_mapping(mapping: Mapping[str, str], columns: Collection[str], data: DataSource) -> None:
+    """Log which items of `column_mapping` change nothing, because examples are made of other columns.
+
+    Args:
+        mapping: Columns of the data by their new names.
+        columns: Columns that examples are made of.
+        data: Source of the data, which the message names.
+    """
+    read = {*columns, *_ALSO_READ}
+    for name, column in mapping.items():
+        if name not in read and PartialState().is_main_process:
+            logger.warning(
+                f"`column_mapping` takes `{column}` of the data of {data} as `{name}`, which changes nothing, because "
+                f"examples are made of {enumerate_columns(columns)}.{closest_match(name, columns)}"
+            )
+
+
+_ALSO_READ = ("input", "tools", "chat_template_kwargs")
+"""Columns that examples can have besides those that they are made of. The first one is of Alpaca's prompt."""
+
+
+def warn_about_text_fields(fields: Mapping[str, str], columns: Sequence[str], data: DataSource) -> None:
+    """Log which fields of texts are set, but change nothing, because the data has no completions that are texts.
+
+    Args:
+        fields: Values of `prompt_end` and `target_prefix`, by name.
+        columns: Columns that examples are made of.
+        data: Source of the data, which the message names.
+    """
+    for name, value in fields.items():
+        if value and PartialState().is_main_process:
+            logger.warning(
+                f"`{name}: {json.dumps(value)}` changes nothing, because only prompts and completions that are texts get it, "
+                f"and the examples of {data} are made of {enumerate_columns(columns)}."
+            )
 
 
 _MOST_PLACES = 3

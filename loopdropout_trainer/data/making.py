@@ -16,6 +16,9 @@ from loopdropout_trainer.data.columns import (
     check_one_format,
     describe_missing_text,
     describe_turns,
+    warn_about_mapping,
+    warn_about_other_format,
+    warn_about_text_fields,
     warn_about_unused,
 )
 from loopdropout_trainer.data.examples import Examples, LeftOut
@@ -29,7 +32,14 @@ from loopdropout_trainer.data.formats import (
     to_text,
 )
 from loopdropout_trainer.data.holding_out import random_order
-from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, Row, find_columns, keep_all
+from loopdropout_trainer.data.preparations import (
+    FIELD,
+    PACKAGED_PREPARATIONS,
+    PREPARATIONS,
+    Row,
+    find_columns,
+    keep_all,
+)
 from loopdropout_trainer.data.sources import DataSource
 from loopdropout_trainer.errors import UserError, short_repr
 
@@ -85,7 +95,25 @@ def _find_used_columns(rows: Dataset, data: DataSource, args: DataArguments) -> 
     check_columns(columns, args.formats, mapping, template_fields, rows, data, is_mixture)
     unused = {*rows.column_names} - {*columns} - {*mapping.values()}
     warn_about_unused(unused, columns, data)
+    if args.preparation not in PACKAGED_PREPARATIONS:  # which may read any columns
+        return columns
+    warn_about_mapping(mapping, columns, data)
+    if not {*columns} & {*mapping}:  # else the user has chosen the columns
+        warn_about_other_format(unused, columns, args.formats, data)
+    if not is_mixture and not _has_text_pairs(rows, columns, args):
+        text_fields = {"prompt_end": args.prompt_end, "target_prefix": args.target_prefix}
+        warn_about_text_fields(text_fields, columns, data)
     return columns
+
+
+def _has_text_pairs(rows: Dataset, columns: Sequence[str], args: DataArguments) -> bool:
+    """Return whether rows make prompts and completions that are texts, and not turns."""
+    from datasets import Value
+
+    if PREPARATIONS[args.preparation].columns:  # which makes them of other columns
+        return True
+    name = (args.column_mapping or {}).get("completion", "completion")
+    return "completion" in columns and isinstance(rows.features[name], Value)
 
 
 def _leave_out_empty(

@@ -442,6 +442,31 @@ def test_system_column_is_not_ignored_in_silence(load, bytes_tokenizer, log):
     )
 
 
+@pytest.mark.parametrize(
+    ("row", "fields", "message"),
+    [
+        (
+            {},
+            {"column_mapping": {"message": "messages"}},
+            "as `message`, which changes nothing.* Did you mean 'messages'",
+        ),
+        ({}, {"target_prefix": " "}, '`target_prefix: " "` changes nothing, .* are made of `messages`.'),
+        ({}, {"prompt_end": "!"}, '`prompt_end: "!"` changes nothing'),
+        ({"text": "a"}, {}, "has `messages`, which are trained on, so `text` is ignored."),
+        ({"text": "a"}, {"column_mapping": {"messages": "messages"}}, None),
+        ({"tools": None}, {"column_mapping": {"tools": "tools"}}, None),
+        (PAIR, {}, "has `prompt` and `completion`, which are trained on, so `messages` is ignored."),
+        (PAIR, {"column_mapping": {"completion": "completion"}, "target_prefix": " "}, None),
+    ],
+)
+def test_settings_without_effect_are_named(load, bytes_tokenizer, log, row, fields, message):
+    load(None, [{"messages": MADE_UP[0], **row}] * 2, bytes_tokenizer, max_length=999, **fields)
+    found = {text for text in log.messages if "changes nothing" in text or "ignored" in text}
+    assert len(found) == (message is not None)
+    if message is not None:
+        assert re.search(message, found.pop())
+
+
 @pytest.mark.parametrize("separator", [";", "\t"])
 def test_cells_may_be_divided_by_other_marks(tmp_path, separator):
     file = tmp_path / "rows.csv"
