@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.results.run_files import is_of_base
@@ -107,7 +107,6 @@ class SampleCompletionsCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, number: int = 1) -> None:
         self.trainer = trainer
-        self.seconds = 0.0  # of all samples, which are not part of a training's time
         self.last_step: int | None = None  # of the newest samples
         self.examples = [self._divide(row) for row in islice(trainer.eval_dataset, number)]
 
@@ -134,7 +133,12 @@ class SampleCompletionsCallback(TrainerCallback):
         if is_stopped or state.global_step == self.last_step:  # the evaluation of an epoch comes after its last step
             return
         self.last_step = state.global_step
-        trainer, tokenizer, start = self.trainer, self.trainer.processing_class, time.monotonic()
+        with self.trainer.step_clock.pause():
+            self._print_samples(args, state)
+
+    def _print_samples(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Print and log the completions of the examples at the present step."""
+        trainer, tokenizer = self.trainer, self.trainer.processing_class
         if state.is_world_process_zero and not shards_weights(args):
             prompts = [prompt for prompt, _ in self.examples]
             with torch.random.fork_rng(), trainer.accelerator.autocast():
@@ -146,7 +150,6 @@ class SampleCompletionsCallback(TrainerCallback):
                 tqdm.write("\n".join(f"{name}: {value}" for name, value in sample.items()))
                 samples.append(sample)
             log_table(args, "samples", pd.DataFrame(samples))
-        self.seconds += time.monotonic() - start
 
 
 def log_table(args: TrainingArguments, name: str, table: pd.DataFrame) -> None:

@@ -71,15 +71,12 @@ def mean_loss(history: Sequence[Mapping[str, float]]) -> float:
     return total / last_step if last_step else math.nan
 
 
-def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, Any]]:
+def training_results(trainer: Trainer) -> list[dict[str, Any]]:
     """Return the results of a training, without the columns of `task`, `method`, `seed` and `num_loops`.
 
     `eval_loss` belongs to the weights that the trainer has now: it is measured at their step, or before if no evaluation was
-    at the last step.
-
-    Args:
-        trainer: Trainer after its training.
-        first_step: Number of steps before the last interruption, whose time is estimated from the steps after it.
+    at the last step. `train_seconds` is the measured time of all steps, also of those before an interruption, without
+    evaluations, samples and checkpoints. `step_seconds` is its mean for a step.
     """
     import torch
 
@@ -91,12 +88,7 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
     for log in history:
         if "eval_loss" in log and log["step"] <= saved_step(trainer):
             eval_loss = log["eval_loss"]
-    sampling_seconds = sum(getattr(callback, "seconds", 0) for callback in trainer.callback_handler.callbacks)
-    measured_seconds = newest_values.get("train_runtime", math.nan) - sampling_seconds
-    measured_steps = num_steps - first_step
-    seconds = math.nan
-    if measured_steps:
-        seconds = measured_seconds * num_steps / measured_steps
+    seconds = trainer.step_clock.seconds
     num_tokens = newest_values.get("num_tokens", math.nan)
     values = {
         "train_loss": mean_loss(history),

@@ -31,6 +31,7 @@ from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import find_unsaved_fields
 from loopdropout_trainer.settings.recipe import dump_recipe
+from loopdropout_trainer.training.clock import StepClock
 from loopdropout_trainer.training.start import describe_training
 from loopdropout_trainer.training.stopping import check_finite
 
@@ -50,6 +51,11 @@ class AdapterFilesMixin:
     def num_tokens(self, num_tokens: int) -> None:
         self._total_train_tokens = num_tokens
 
+    @property
+    def step_clock(self) -> StepClock:
+        """Clock of the steps of the training, whose seconds a checkpoint keeps."""
+        return self.resumption.clock
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log values, in training with the means of `step_metrics`. The loss at the end is the mean over all steps.
 
@@ -60,17 +66,14 @@ class AdapterFilesMixin:
                 logs[name] = sum(values) / len(values)
             self.step_metrics.clear()
         if "train_loss" in logs and "train_runtime" in logs:  # the log at the end
+            self.step_clock.stop()
             logs["train_loss"] = mean_loss(self.state.log_history)
         super().log(logs, start_time)
 
-    def record_training(self, first_step: int) -> None:
-        """Write the settings and results of a training and its state with the logged losses, for reports, cards and plots.
-
-        Args:
-            first_step: Step that the training was continued from, or 0.
-        """
+    def record_training(self) -> None:
+        """Write the settings and results of a training and its state with the logged losses, for reports, cards and plots."""
         self.save_state()
-        rows = training_results(self, first_step)
+        rows = training_results(self)
         if self.is_world_process_zero():
             recipe, comments = self.recipe, []
             if recipe is None:
@@ -149,6 +152,10 @@ class AdapterFilesMixin:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint, and delete older ones only after all of its files have reached the disk."""
+        with self.step_clock.pause():
+            self._write_checkpoint(model, trial)
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any) -> None:
         args = self.args
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if args.should_save:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
@@ -39,6 +40,7 @@ from loopdropout_trainer.saving.checkpoints import (
 )
 from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.training.clock import StepClock
 
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class ResumptionCallback(TrainerCallback, ExportableState):
         data: Facts from `describe_data`.
         passes: Number of passes over the data since the training or its continuation began.
         training_number: Number of the training in its folder, from `number_training`.
+        clock: Clock of the training, whose seconds a checkpoint keeps.
     """
 
     settings: Mapping[str, Any] = MappingProxyType({})
@@ -66,9 +69,16 @@ class ResumptionCallback(TrainerCallback, ExportableState):
     passes = 0
     training_number = 0
 
+    def __init__(self) -> None:
+        self.clock = StepClock()
+
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
         self.settings = training_settings(args, model)
         self.passes = 0
+        self.clock.stop()  # of an interrupted training
+        self.clock.seconds = 0.0
+        if state.global_step:
+            self.clock.seconds = saved_facts(state).get("step_seconds", math.nan)  # older checkpoints have none
         # A resumed training skips as many batches of the epoch as the checkpoint has trained. Of other data it would skip
         # examples that were never trained, and train others twice, without an error.
         self.data = describe_data(train_dataloader.dataset)
@@ -91,6 +101,8 @@ class ResumptionCallback(TrainerCallback, ExportableState):
         if hasattr(train_dataloader, "set_epoch"):
             train_dataloader.set_epoch(int(state.epoch))
         self.passes += 1
+        if self.passes == 1:  # now the trackers have started, which take seconds
+            self.clock.start()
         if self.passes == 2 and not has_length(train_dataloader):
             logger.warning(
                 "The stream of training examples begins again. The training cannot be resumed from here on."
@@ -103,6 +115,7 @@ class ResumptionCallback(TrainerCallback, ExportableState):
             "data": dict(self.data),
             "passes": self.passes,
             "training_number": self.training_number,
+            "step_seconds": self.clock.seconds,
         }
         return {"args": {}, "attributes": facts}
 

@@ -348,7 +348,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
         self.restore_accelerator()
         self.forget_drawn_gates()
-        with hide_library_warnings(), closing_bars(self):
+        with hide_library_warnings(), closing_bars(self), self.step_clock.pause():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(

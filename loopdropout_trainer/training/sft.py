@@ -24,7 +24,7 @@ from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.means import describe_mean
 from loopdropout_trainer.renames import hide_library_warnings
 from loopdropout_trainer.results.training_results import saved_step
-from loopdropout_trainer.saving.checkpoints import Checkpoint, load_state, number_training
+from loopdropout_trainer.saving.checkpoints import Checkpoint, number_training
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
     collate_with_example_ids,
@@ -189,7 +189,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         self.forget_drawn_gates()  # GRPO generates before its first loss
         self.forget_other_optimizer()
         checkpoint = find_resumable(self, resume_from_checkpoint)
-        first_step = self._identify_training(checkpoint)
+        self._identify_training(checkpoint)
         if self.is_world_process_zero():
             self._log_beginning(checkpoint)
         self.looped.trained_adapter, self.looped.loaded_adapter = self.model.active_adapters[0], None
@@ -211,7 +211,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
                     self.report_early_stop(describe_resuming(self))
                 self.stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
                 warn_of_unsaved_best(self.args, self.state)
-                self.record_training(first_step)
+                self.record_training()
                 self._record_facts()
                 self.looped.run_folder = folder
             return output._replace(training_loss=output.metrics["train_loss"])  # which `log` has set
@@ -222,15 +222,14 @@ class GateSamplingMixin(AdapterTrainingMixin):
             self.unit_gates.micro_batch = 0
             self.looped.num_loops = num_loops
 
-    def _identify_training(self, checkpoint: Checkpoint | None) -> int:
-        """Set the number, the identifier and the start of a training. Return the step that it begins or continues at."""
+    def _identify_training(self, checkpoint: Checkpoint | None) -> None:
+        """Set the number, the identifier and the start of a training."""
         self.resumption.training_number = number_training(self.args.output_dir, checkpoint)
         self.start = find_start(self.model, self.saved_facts["base_weights"], checkpoint)
         if checkpoint is None:
             self.training_id = uuid.uuid4().hex
-            return 0
-        self.training_id = find_source(checkpoint).training_id
-        return load_state(checkpoint).global_step
+        else:
+            self.training_id = find_source(checkpoint).training_id
 
     def _log_beginning(self, checkpoint: Checkpoint | None) -> None:
         """Log what the training trains, what it starts from, and a rule whose gates have another mean than one."""

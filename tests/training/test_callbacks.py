@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -72,12 +73,44 @@ def test_sensitivity_is_summed_over_micro_batches(train):
     assert whole.rule.estimate.tolist() == pytest.approx(split.rule.estimate.tolist(), rel=2e-3)
 
 
-def test_samples_are_not_training_time(make_sft):
-    trainer = make_sft(eval_strategy="steps", eval_steps=1)
-    trainer.add_callback(samples := SampleCompletionsCallback(trainer))
-    trainer.train()
-    (seconds,) = (row["value"] for row in training_results(trainer) if row["metric"] == "train_seconds")
-    assert 0 < samples.seconds == pytest.approx(logged(trainer, "train_runtime")[0] - seconds)
+def read_times(trainer):
+    """Return the results in seconds of a training."""
+    return {row["metric"]: row["value"] for row in training_results(trainer) if row["unit"] == "s"}
+
+
+class LongStep(TrainerCallback):
+    """Let the first step seem to take 1,000 s."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.trainer.step_clock.seconds += 1000
+
+
+class TimedSamples(SampleCompletionsCallback):
+    seconds = 0.0
+
+    def on_evaluate(self, *args, **kwargs):
+        start = time.monotonic()
+        super().on_evaluate(*args, **kwargs)
+        self.seconds += time.monotonic() - start
+
+
+def test_time_of_steps_is_measured_over_all_sessions(make_sft, tmp_path):
+    """Without evaluations, samples and checkpoints. A resumed training adds its seconds to those of its checkpoint."""
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    first = make_sft(**fields)
+    first.add_callback(samples := TimedSamples(first))
+    first.add_callback(callback := LongStep())
+    callback.trainer = first
+    first.train()
+    times = read_times(first)
+    others = samples.seconds + sum(log.get("eval_runtime", 0) for log in first.state.log_history)
+    assert 1000 < times["train_seconds"] < 1000 + logged(first, "train_runtime")[0] - others
+    assert times["step_seconds"] == times["train_seconds"] / 2
+    for checkpoint in ("checkpoint-1", "checkpoint-2"):  # the second one has nothing left to train
+        resumed = make_sft(**fields)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / checkpoint))
+        assert 1000 < read_times(resumed)["train_seconds"] < 1900  # not an estimate from the last session
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch", "no"])
