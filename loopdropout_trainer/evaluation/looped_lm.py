@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.answers import AnswerCache, answer_key
+from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gates.texts import parse_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.limits import rendering_error
@@ -112,6 +113,11 @@ class LoopedLM(HFLM):
             raise UserError("`gates` must not be set for a model without an adapter.")
         if readout is not None and not 1 <= readout <= self.num_loops:
             raise UserError(f"`readout` must be a loop from 1 to {self.num_loops}, got {readout}.")
+
+    def __repr__(self) -> str:
+        name = public_name(self.looped.config.name_or_path) or "a model"
+        state = ", ".join(f"{column} {value}" for column, value in self.columns.items())
+        return f"LoopedLM of {name}: {state}"
 
     @property
     def rank(self) -> int:

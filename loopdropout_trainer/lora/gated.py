@@ -415,6 +415,11 @@ def use_gates(
 ) -> Iterator[GateState]:
     """Apply given gates to a PEFT model over a looped model, with or without a trainer.
 
+    For example, this generates with the adapter in the first of K = 4 loops:
+
+        with use_gates(model, [1, 0, 0, 0]):
+            model.generate(**inputs)
+
     Gates may be any real numbers and may require gradients. A one-hot vector activates the adapter in a single loop. Zeros
     give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. On a model that a trainer gated,
     they apply to the adapter that it trains only. The backward pass may run after the block, also if the layers are

@@ -262,6 +262,9 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
         adapter: Folder or Hub name of the adapter, in PEFT's format or in the format of the paper authors' program.
         is_trainable: Whether to train the adapter further.
 
+    Returns:
+        The PEFT model over `model`, with gated layers. It is in evaluation mode unless `is_trainable` is true.
+
     Raises:
         UserError: If the folder does not hold an adapter in safetensors, or the adapter does not fit the model.
     """

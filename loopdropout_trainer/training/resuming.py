@@ -250,7 +250,7 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
         if name and trainer.state.global_step:
             raise UserError(
                 f"`resume_from_checkpoint` must be False, because {folder} has no checkpoint and the model is "
-                f"already trained for {trainer.state.global_step:,} steps. Call `train()` to train it further."
+                f"already trained for {count(trainer.state.global_step, 'step')}. Call `train()` to train it further."
             )
         _warn_of_others(trainer)
         return None

@@ -139,7 +139,7 @@ def describe_what_trains(model: PeftModel, settings: Mapping[str, Any], continue
     elif settings.get("earlier_trainings"):  # of the adapter, or of the base model, which `log_start` tells
         action = "trains an adapter"
     elif settings.get("initial_adapter"):
-        action = f"trains the adapter {settings['initial_adapter']}"
+        action = f"trains the adapter '{settings['initial_adapter']}'"  # a folder may have the name of a word, such as "out"
     else:
         action = "trains a new adapter"
     adapter = model.active_adapters[0]

@@ -175,6 +175,7 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch, log):
 
     monkeypatch.setattr("datasets.load_dataset", load_subject)
     lm = LoopedLM(steady(), tokenizer, batch_size=64)
+    assert repr(lm) == "LoopedLM of a model: num_loops 4, gates none"
     with user_error(r"`lm` must be a `LoopedLM`, got OuroForCausalLM. Give `LoopedLM\(model, tokenizer\)`"):
         evaluate_tasks(tiny_ouro(), ["arithmetic_easy_test"])
     with user_error("`tasks` must be a list, got 'mmlu_stem'"):

@@ -483,7 +483,7 @@ def test_training_from_a_saved_adapter_names_its_folder(make_sft, tmp_path, save
     trainer = make_sft(model, max_steps=1, output_dir=str(tmp_path / "second"))
     trainer.train()
     assert "trained before" not in log.text
-    assert f" trains the adapter {saved / 'adapter'} of " in capsys.readouterr().out
+    assert f" trains the adapter '{saved / 'adapter'}' of " in capsys.readouterr().out
     facts = metadata_of(trainer)
     assert facts["initial_adapter"] == str(saved / "adapter") and "earlier_trainings" not in facts
     assert load_recipe(tmp_path / "second" / "recipe.yaml")["adapter_name_or_path"] == str(saved / "adapter")
