@@ -37,7 +37,7 @@ from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
 from loopdropout_trainer.reports.printing import shorten_folders
 from loopdropout_trainer.reports.saved_tables import TableText, describe_sizes, save_layout, save_table
-from loopdropout_trainer.reports.table_files import Missing, build_table
+from loopdropout_trainer.reports.table_files import Missing, Misspelled, build_table
 from loopdropout_trainer.reports.tables import (
     ACCURACY_TITLE,
     CHOICE_NOTE,
@@ -49,13 +49,12 @@ from loopdropout_trainer.reports.tables import (
     accuracy_table,
     choice_numbers,
     cost_numbers,
-    cost_table,
-    cost_title,
     explain_differences,
     explain_unpaired,
     fit_title,
     loss_numbers,
     loss_table,
+    make_cost_table,
     split_reductions,
 )
 from loopdropout_trainer.results.run_files import (
@@ -136,11 +135,11 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
         if "figure" in spec:
             draw_figure(build_figure(spec, results), path)
             return
-        table, missing = build_table(spec, results)
-        notes = [*missing, *spec.get("made_by", [])] if missing else []
+        table, notes = build_table(spec, results)
         save_layout(spec, table, path, notes)
     except Missing as reason:
-        print(f"Missing: {spec['title']}: {reason}", *spec.get("made_by", []), sep="\n")
+        commands = [] if isinstance(reason, Misspelled) else spec.get("made_by", [])
+        print(f"Missing: {spec['title']}: {reason}", *commands, sep="\n")
 
 
 def summarize(results: pd.DataFrame, output_dir: Path, has_left_out: bool = False) -> None:
@@ -183,8 +182,9 @@ def report_costs(results: pd.DataFrame, output_dir: Path) -> bool:
         return False
     numbers = cost_numbers(costs)
     folders = costs["folder"].unique()
-    text = TableText(cost_title(numbers), notes=[*describe_early_stops(folders), *describe_starts(folders)])
-    save_table(numbers, cost_table(numbers), text, output_dir / "costs")
+    title, texts = make_cost_table(numbers)
+    text = TableText(title, notes=[*describe_early_stops(folders), *describe_starts(folders)])
+    save_table(numbers, texts, text, output_dir / "costs")
     return True
 
 

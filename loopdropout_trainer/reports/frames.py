@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -363,6 +363,11 @@ def average(rows: pd.DataFrame) -> pd.Series:
             f"`{name}` differs between {describe_results(rows, name)}, so they have no common mean. {ONE_AT_A_TIME} In a "
             f"table of your own, a cell can also select one value, such as `{name}: {value}`."
         )
+    return values_by_seed(rows)
+
+
+def values_by_seed(rows: pd.DataFrame) -> pd.Series:
+    """Return the values by seed. Raise UserError if a seed has two results."""
     by_seed = rows[["seed", "value"]].drop_duplicates().sort_values("seed")  # a seed that is missing comes last
     repeated = by_seed["seed"][by_seed["seed"].duplicated()]
     if len(repeated):
@@ -387,14 +392,14 @@ def describe_results(rows: pd.DataFrame, column: str) -> str:
 
 
 def labelled(results: pd.DataFrame) -> pd.DataFrame:
-    """Add `label` and `setting`: a name, and the settings, checkpoints, sweeps or codes in which its results differ.
+    """Add `label`: a name, and the settings, checkpoints, sweeps or codes in which its results differ.
 
     The name in `label` is the user's name of the method in a sweep, unless that is the name of a rule, else the method. It has
-    the learning rate as soon as that of one method has it. The name in `setting` is the method. The results are in the order
-    of `order_labels`, which all tables and legends have.
+    the learning rate as soon as that of one method has it. The results are in the order of `order_labels`, which all tables
+    and legends have.
     """
     label = _with_settings(name_methods(results), results, ALIKE)
-    named = results.assign(label=label, setting=_with_settings(results["method"], results))
+    named = results.assign(label=label)
     return named.sort_values("label", key=lambda labels: labels.map(order_labels(named)), kind="stable")
 
 
@@ -441,19 +446,19 @@ def name_methods(results: pd.DataFrame) -> pd.Series:
 def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[str] = ()) -> pd.Series:
     """Return the names of results, and the settings of their recipes, sweeps or codes in which those of one name differ.
 
+    Results of several sweeps have the names of their sweeps, which stand for the settings that differ only between sweeps.
+
     Args:
         names: Name of each result.
         results: Results.
         alike: Settings that all names have if the results of one name differ in them.
     """
-    fields_of = {}
-    for name, rows in results.groupby(names):
-        fields_of[name] = differing(rows.filter(regex="^(recipe_|sweep$|code$)"))
-        if rows["checkpoint"].notna().any():  # also if all of them are of one, which is not the run's adapter
-            fields_of[name].append("checkpoint")
+    fields_of = {name: _differing_settings(rows) for name, rows in results.groupby(names)}
     shared: set[str] = set()
     for fields in fields_of.values():
         shared.update({*alike}.intersection(fields))
+    if results["sweep"].nunique() > 1:
+        shared.add("sweep")
     texts = names.copy()
     for name, rows in results.groupby(names):
         fields = shared.union(fields_of[name])
@@ -462,6 +467,23 @@ def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[st
             settings = f", {title}" + rows[field].map(_setting_text)
             texts.loc[rows.index] += settings.where(rows[field].notna(), "")
     return texts
+
+
+def _differing_settings(rows: pd.DataFrame) -> list[str]:
+    """Return the settings, `sweep`, `code` and `checkpoint` in which results of one name differ.
+
+    Settings that are equal inside of each sweep are left out, because the name of the sweep tells them apart.
+    """
+    columns = rows.filter(regex="^(recipe_|sweep$|code$)")
+    fields = differing(columns)
+    if "sweep" in fields:
+        in_sweeps = {"sweep"}
+        for _, own in columns.groupby("sweep", dropna=False):
+            in_sweeps.update(differing(own))
+        fields = sorted(in_sweeps)
+    if rows["checkpoint"].notna().any():  # also if all of them are of one, which is not the run's adapter
+        fields.append("checkpoint")
+    return fields
 
 
 def _setting_text(value: Any) -> str:
@@ -487,14 +509,34 @@ def has_seeds(labels: Sequence[str] | pd.Series | pd.Index) -> np.ndarray:
     return is_trained | (not is_trained.any())
 
 
-def find_baseline(setting: str, settings: Iterable[str]) -> str | None:
-    """Return the first setting of LoRA that another setting has, too, such as "LoRA, lora_r = 8"."""
-    own_parts = {"LoRA", *setting.split(", ")}
-    for other in settings:
-        parts = {*other.split(", ")}
-        if "LoRA" in parts and parts <= own_parts:
-            return other
-    return None
+def find_baseline(ours: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame | None:
+    """Return the results of the LoRA that a method is compared with, or None if there is none.
+
+    It is the LoRA of the same sweep if there is one. If there are several, both methods must have results of several
+    settings, and those with equal settings are compared.
+
+    Args:
+        ours: Results of one label.
+        results: Results of `labelled` that measure the same.
+    """
+    lora = results[results["method"] == "LoRA"]
+    of_method = results[results["method"] == ours["method"].iloc[0]]
+    own_sweep = ours["sweep"].iloc[0]
+    if (lora["sweep"] == own_sweep).any():
+        lora = lora[lora["sweep"] == own_sweep]
+        of_method = of_method[of_method["sweep"] == own_sweep]
+    fields = _differing_settings(lora)
+    if not {*fields} <= {*_differing_settings(of_method)}:
+        return None
+    for field in fields:
+        value = ours[field].iloc[0]
+        if pd.isna(value):
+            lora = lora[lora[field].isna()]
+        else:
+            lora = lora[lora[field].isin([value])]
+    if lora.empty:
+        return None
+    return lora[lora["label"] == lora["label"].iloc[0]]
 
 
 def tasks_of(accuracy: pd.DataFrame) -> list[str]:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from loopdropout_trainer.reports.frames import average, has_seeds, labelled
-from loopdropout_trainer.reports.tables import fit_title, mean_numbers, name_examples, spread_places
+from loopdropout_trainer.reports.frames import average, labelled
+from loopdropout_trainer.reports.tables import add_seeds, fit_title, mean_numbers, name_examples, spread_places
 from loopdropout_trainer.results.run_files import is_of_base
 
 
@@ -55,19 +55,10 @@ def make_loss_tables(results: pd.DataFrame) -> list[LossTable]:
                 title += f", at K = {rows['num_loops'].iloc[0]:g}"
             title = fit_title(f"{title}, mean ± SD over seeds", numbers)
             texts = spread_places(numbers, decimals=4).rename(columns=lambda name, head=place: _name_place(head, name))
-            title, texts = _move_seeds(title, texts)
+            title, texts = add_seeds(title, texts, numbers["num_seeds"])
             name = metric if number == 1 else f"{metric}_{number}"
             tables.append(LossTable(name, title, numbers, texts))
     return tables
-
-
-def _move_seeds(title: str, texts: pd.DataFrame) -> tuple[str, pd.DataFrame]:
-    """Return a table without its column `seeds` if its methods have equally many, whose number the title has then."""
-    seeds = texts.loc[has_seeds(texts.index), "seeds"].unique()
-    if len(seeds) == 1:
-        texts = texts.drop(columns="seeds")
-        title = title.replace("over seeds", f"over {seeds[0]} seeds")
-    return title, texts
 
 
 def reduction_numbers(reductions: pd.DataFrame) -> pd.DataFrame:
@@ -91,8 +82,8 @@ def make_reduction_table(examples: str, numbers: pd.DataFrame) -> tuple[str, pd.
         numbers: From `reduction_numbers`.
     """
     loops = numbers.index.get_level_values("adapter in").unique()
-    texts = spread_places(numbers, decimals=1)[[*loops, "seeds"]]
-    return _move_seeds(fit_title(REDUCTION_TITLE.format(examples), numbers), texts)
+    texts = spread_places(numbers, decimals=1)[[*loops]]
+    return add_seeds(fit_title(REDUCTION_TITLE.format(examples), numbers), texts, numbers["num_seeds"])
 
 
 def title_losses(metric: str, task: str, rows: pd.DataFrame) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from loopdropout_trainer.costs.published import PUBLISHED_TASKS
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.gates import RULES
@@ -23,8 +24,18 @@ class Missing(UserError):
     """A number that the results do not contain."""
 
 
+class Misspelled(Missing):
+    """A number that the results do not contain, but one with a similar name. No command measures it."""
+
+
 def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
-    """Return the selected results, by default accuracies. Raise `Missing` if a wanted seed, task or method has none."""
+    """Return the selected results, by default accuracies.
+
+    Raises:
+        Missing: if a wanted seed, task or method has none, or `Misspelled` if the results have a similar task or metric.
+        UserError: for a column that results do not have.
+    """
+    check_columns(results, wanted)
     rows = select(results, {"metric": "accuracy", **wanted})
     for name in ("seed", "task", "method"):
         values = pd.Series(wanted.get(name, []), dtype=object)
@@ -33,8 +44,48 @@ def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
         else:
             missing = {*values} - {*rows[name]}
         if rows.empty or missing:
+            check_spelling(results, wanted)
             raise Missing(f"no result with {describe_selection(wanted)}.{describe_methods(results, wanted)}")
     return rows
+
+
+OPTIONS = ("show", "minus", "part", "of", "decimals", "scale", "recipe", "num_fitting_examples")
+"""Options of a cell. Its other names are columns of the results."""
+
+FURTHER_COLUMNS = ("adapter", "training", "readout")
+"""Columns that results may lack, because only some measurements have them."""
+
+
+def check_columns(results: pd.DataFrame, wanted: dict) -> None:
+    """Raise UserError if a selection has a name that is no column of results.
+
+    A setting `recipe_...` may be missing in all results so far, for example the field of a rule without a training. It is
+    wrong only if it is very similar to one that the results have.
+    """
+    known = [*results.columns, *FURTHER_COLUMNS]
+    settings = [name.removeprefix("recipe_") for name in known if name.startswith("recipe_")]
+    for name in wanted:
+        if name in known:
+            continue
+        if str(name).startswith("recipe_"):
+            if closest_match(name.removeprefix("recipe_"), settings, cutoff=0.8):
+                raise UserError(f"The results have no column `{name}`.{closest_match(name, known)}")
+            continue
+        hint = closest_match(name, [*known, *OPTIONS]) or " The page docs/reports.md lists the columns."
+        raise UserError(f"The results have no column `{name}`.{hint}")
+
+
+def check_spelling(results: pd.DataFrame, wanted: dict) -> None:
+    """Raise `Misspelled` if no result has a wanted task or metric, but one with a similar name.
+
+    A benchmark of the package is no mistake. It was not measured.
+    """
+    for name in ("task", "metric"):
+        names = [*results[name].unique()]
+        for value in pd.Series(wanted.get(name, []), dtype=object):
+            hint = closest_match(str(value), names, cutoff=0.8)
+            if value not in names and value not in PUBLISHED_TASKS and hint:
+                raise Misspelled(f"no {name} `{value}`. The results have the {name}s {', '.join(names)}.{hint}")
 
 
 def describe_selection(wanted: dict) -> str:
@@ -230,8 +281,9 @@ def check_fields(spec: dict, types: dict[str, type], kind: str) -> None:
 
 
 def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Return a table with one line for each number, next to the paper's, and sentences about the missing numbers.
+    """Return a table with one line for each number, next to the paper's, and lines about the missing numbers.
 
+    The last of these lines are the commands that measure them, unless all of them are only misspelled.
     The columns `CELL_NUMBERS` have the numbers of the text in the column `here`.
 
     Args:
@@ -254,7 +306,10 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     table = pd.DataFrame(lines)
     texts = table.drop(columns=CELL_NUMBERS).dropna(axis=1, how="all").astype(object).fillna("–").astype(str)
     numbers = table[CELL_NUMBERS].assign(chose=table["chose"].eq(True))
-    return texts.join(numbers), describe_missing(missing)
+    notes = describe_missing(missing)
+    if not all(isinstance(reason, Misspelled) for _, _, reason in missing):
+        notes += spec.get("made_by", [])
+    return texts.join(numbers), notes
 
 
 def find_decimals(spec: dict) -> int:

@@ -25,10 +25,11 @@ from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS, 
 from loopdropout_trainer.reports.frames import (
     average,
     find_baseline,
-    is_base_label,
+    has_seeds,
     labelled,
     select,
     tasks_of,
+    values_by_seed,
 )
 from loopdropout_trainer.results.run_files import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 
@@ -319,21 +320,17 @@ def _compare_methods(results: pd.DataFrame) -> list[dict[str, Any]]:
     Results that chose the learning rates have no differences: they would look like tests, but the best of several candidates
     is partly chance.
     """
-    groups = [*results.groupby("label", sort=False)]
-    by_setting: dict[str, pd.DataFrame] = {}
-    for _, rows in groups:
-        by_setting.setdefault(rows["setting"].iloc[0], rows)
     lines = []
-    for label, ours in groups:
+    for label, ours in results.groupby("label", sort=False):
         line = {
             "method": label,
             **mean_numbers(average(ours)),
             "num_problems": ours["n"].iloc[0],  # `average` lets none differ
         }
-        baseline = find_baseline(ours["setting"].iloc[0], by_setting)
+        baseline = find_baseline(ours, results)
         is_reference = ours["method"].iloc[0] in ("LoRA", BASE_MODEL)
         if baseline is not None and not is_reference and not ours["chose"].any():
-            gain = compare(ours, by_setting[baseline])
+            gain = compare(ours, baseline)
             if gain is not None:
                 line.update(gain._asdict())
         lines.append(line)
@@ -352,21 +349,46 @@ COSTS = {
 def cost_numbers(costs: pd.DataFrame) -> pd.DataFrame:
     """Return the mean costs of a training and `num_seeds` by method, from the results with the metrics `COSTS`."""
     rows = labelled(costs)
-    means = rows.pivot_table("value", "label", "metric", sort=False).rename_axis("method")
-    means = means[[name for name in COSTS if name in {*costs["metric"]}]]
-    return means.assign(num_seeds=rows.groupby("label")["seed"].nunique())
+    lines = []
+    for label, own in rows.groupby("label", sort=False):
+        line = {"method": label}
+        for name in COSTS:
+            if name in {*costs["metric"]}:
+                line[name] = values_by_seed(own[own["metric"] == name]).mean()
+        lines.append({**line, "num_seeds": own["seed"].nunique()})
+    return pd.DataFrame(lines).set_index("method")
 
 
-def cost_title(numbers: pd.DataFrame) -> str:
-    """Return the title of the table of `cost_numbers`, with the numbers of seeds if there are several."""
-    means = f", mean over {name_seeds(numbers['num_seeds'])} seeds" if numbers["num_seeds"].max() > 1 else ""
-    return f"Costs of the training{means}"
-
-
-def cost_table(numbers: pd.DataFrame) -> pd.DataFrame:
-    """Return the numbers of `cost_numbers` as texts."""
+def make_cost_table(numbers: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """Return the title and the texts of the numbers of `cost_numbers`."""
     texts = numbers.drop(columns="num_seeds").apply(_format_costs)
-    return texts.fillna("–").rename(columns=COSTS)
+    title = "Costs of the training"
+    if numbers["num_seeds"].max() > 1:
+        title += ", mean over seeds"
+    return add_seeds(title, texts.fillna("–").rename(columns=COSTS), numbers["num_seeds"])
+
+
+def add_seeds(title: str, texts: pd.DataFrame, num_seeds: pd.Series) -> tuple[str, pd.DataFrame]:
+    """Return a table with the column `seeds` if its methods have different numbers of seeds, else with it in the title.
+
+    All tables over seeds have them from here. The seeds of the base model count by `has_seeds`.
+
+    Args:
+        title: Title, whose words "over seeds" get the number of seeds if it is the same for all methods.
+        texts: Texts by line. The index has the level `method`.
+        num_seeds: Numbers of seeds, by the index of `texts` and perhaps by further places in each line.
+    """
+    lines = num_seeds.groupby([*texts.index.names], sort=False, observed=True).agg(["min", "max"])
+    counts = []
+    for line in texts.index:
+        least, most = lines.loc[line, "min"], lines.loc[line, "max"]
+        counts.append(f"{least:.0f}" if least == most else f"{least:.0f} to {most:.0f}")
+    is_counted = has_seeds(texts.index.get_level_values("method"))
+    seeds = pd.Series(counts, texts.index, dtype=object).where(is_counted, "")
+    different = seeds[is_counted].unique()
+    if len(different) > 1:  # as after a failed run
+        return title, texts.assign(seeds=seeds)
+    return title.replace("over seeds", f"over {different[0]} seeds"), texts
 
 
 def _format_costs(costs: pd.Series) -> pd.Series:
@@ -425,10 +447,8 @@ def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decim
         texts["minus LoRA"] = gains
     if numbers["p"].notna().any():  # a difference of one seed, or the same for each seed, has no test
         texts["p"] = numbers["p"].map(format_p)
-    of_base = is_base_label(numbers.index.get_level_values("method"))
-    if numbers.loc[~of_base, "num_seeds"].nunique() > 1:  # as after a failed run
-        texts["seeds"] = numbers["num_seeds"].map("{:.0f}".format).where(~of_base, "")
-    return pd.DataFrame(texts, numbers.index)
+    _, table = add_seeds("", pd.DataFrame(texts, numbers.index), numbers["num_seeds"])
+    return table
 
 
 def split_reductions(results: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -452,7 +472,7 @@ def name_examples(task: str, rows: pd.DataFrame) -> str:
 
 
 def spread_places(numbers: pd.DataFrame, decimals: int) -> pd.DataFrame:
-    """Return numbers as texts, mean ± SD with one column for each place in ascending order, and the number of seeds.
+    """Return numbers as texts, mean ± SD with one column for each place in ascending order.
 
     Args:
         numbers: Columns `mean`, `sd` and `num_seeds` by `method` and by a place.
@@ -460,6 +480,4 @@ def spread_places(numbers: pd.DataFrame, decimals: int) -> pd.DataFrame:
     """
     texts = numbers.apply(lambda row: format_mean(row["mean"], row["sd"], decimals), axis=1)
     table = texts.unstack().reindex(numbers.index.get_level_values("method").unique())
-    seeds = numbers["num_seeds"].groupby("method", sort=False).agg(["min", "max"]).astype(int).astype(str)
-    table["seeds"] = seeds["min"].where(seeds["min"] == seeds["max"], seeds["min"] + " to " + seeds["max"])
     return table.fillna("").rename_axis(columns=None)

@@ -667,10 +667,23 @@ def test_columns_of_costs_have_equal_digits_and_their_seeds(tmp_path, capsys):
             ]
             write(tmp_path / method / str(seed), rows, method=method, seed=seed)
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
-    assert "Costs of the training, mean over 1 or 2 seeds" in capsys.readouterr().out
+    assert "Costs of the training, mean over seeds\n" in capsys.readouterr().out
     latex = (tmp_path / "report/costs.tex").read_text()
-    assert r"\caption{Costs of the training, mean over 1 or 2 seeds}" in latex
-    assert "39424 & 5006.03" in latex and "39424 & 5623.90" in latex
+    assert r"\caption{Costs of the training, mean over seeds}" in latex
+    assert r"39424 & 5006.03 & 1 \\" in latex and r"39424 & 5623.90 & 2 \\" in latex
+    shutil.rmtree(tmp_path / "LoRA")
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    assert "Costs of the training, mean over 2 seeds\n" in capsys.readouterr().out
+
+
+def test_two_results_of_one_seed_are_no_mean_of_costs(tmp_path, capsys):
+    """As those of two folders with sweeps of one name. The sentence comes before any table."""
+    for folder in ("a", "b"):
+        costs = {"task": "training", "metric": "train_seconds", "value": float(ord(folder))}
+        write(tmp_path / folder, [costs, {"value": 50.0}])
+    with user_error("One seed has two results, the results `train_seconds` of LoRA on training in "):
+        report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    assert "Costs" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("has_summary", [True, False])
@@ -836,6 +849,22 @@ def test_sweeps_are_reported_next_to_each_other(tmp_path, capsys):
     print_lowest(losses)
     text = "The held-out losses are not compared, because the methods have different seeds"
     assert f"{text} (LoRA, sweep = mine: 1, 2; LoRA, sweep = other: 1).\n" in capsys.readouterr().out
+
+
+def test_methods_of_two_sweeps_are_compared_in_each_one(tmp_path):
+    """Also a method of only one of them, and if only the sweep and its settings tell both LoRAs apart."""
+    for sweep_name, other, limit in (("a", "Taper", 20), ("b", "taper", 40)):
+        for variant, rule, title, gain in (("lora", "lora", "LoRA", 0.0), (other, "mine", "Mine", 2.0)):
+            for seed in (1, 2):
+                name = f"{sweep_name}/{variant}/lr_0.001/seed_{seed}"
+                recipe = {"run_name": name, "rule": rule, "max_steps": limit, "learning_rate": 0.001}
+                row = {"value": 50.0 + limit + seed + gain * seed, "task": f"of_{sweep_name}"}
+                write(tmp_path / name, [row, {**row, "task": "of_both"}], recipe, method=title, seed=seed)
+    numbers = tables.accuracy_numbers(frames.load_results(tmp_path))["difference"]
+    assert [*numbers.loc["of_a"].reset_index("K", drop=True).dropna().items()] == [("Taper, sweep = a", 3.0)]
+    differences = numbers.loc["of_both"].reset_index("K", drop=True)
+    assert [*differences.dropna().items()] == [("Taper, sweep = a", 3.0), ("taper, sweep = b", 3.0)]
+    assert [*differences[differences.isna()].index] == ["LoRA, sweep = a", "LoRA, sweep = b"]
 
 
 def test_report_shows_the_rates_of_a_sweep(tmp_path, capsys):
@@ -1007,7 +1036,15 @@ def test_own_table_without_papers_numbers_has_plain_heads(finished_sweep, capsys
         ({"rows": {"LoRA": 1}}, "`rows` of a table must be a list, got {'LoRA': 1}"),
         ({"columns": ["a"]}, r"`columns` of a table must be a mapping, got \['a'\]"),
         ({"figure": "line"}, "`x_label` must be set for a figure"),
-        ({"filter": {"task": "b"}, "columns": {"a": {"learning": 1}}}, "Missing"),
+        ({"columns": {"a": {"num_lops": 2}}}, "The results have no column `num_lops`. Did you mean 'num_loops'?"),
+        ({"columns": {"a": {"decimal": 2}}}, "The results have no column `decimal`. Did you mean 'decimals'?"),
+        ({"columns": {"a": {"minus": {"varaint": "b"}}}}, "no column `varaint`. Did you mean 'variant'?"),
+        (
+            {"heads": {"Rank": "recipe_learning_rat"}},
+            "no column `recipe_learning_rat`. Did you mean 'recipe_learning_rate'",
+        ),
+        ({"columns": {"a": {"colour": 1}}}, "The results have no column `colour`. The page docs/reports.md lists"),
+        ({"filter": {"task": "b"}, "columns": {"a": {"recipe_p": 1}}}, "Missing"),
     ],
     ids=str,
 )
@@ -1027,6 +1064,18 @@ def test_wrong_own_table_is_one_sentence(finished_sweep, capsys, change, message
     else:
         with user_error(message):
             report.main(words)
+
+
+def test_misspelled_task_of_an_own_table_is_not_measured(finished_sweep, capsys):
+    """There is no command for it, but one for a task that was not measured, and for a benchmark of similar name."""
+    for path in finished_sweep.rglob("results.jsonl"):
+        path.write_text(path.read_text().replace('"b"', '"gsm8k"'))
+    text, _ = report_on(finished_sweep, capsys, filter={"task": "gsm8kk"}, made_by=["loopdropout sweep x"])
+    assert "no task `gsm8kk`. The results have the tasks " in text and "Did you mean 'gsm8k'?" in text
+    assert "loopdropout sweep x" not in text
+    for task in ("gsm8k_platinum", "other"):
+        text, _ = report_on(finished_sweep, capsys, filter={"task": task}, made_by=["loopdropout sweep x"])
+        assert "no result with" in text and "loopdropout sweep x" in text
 
 
 def test_own_table_of_two_sweeps_says_how_to_select_one(finished_sweep, capsys):
