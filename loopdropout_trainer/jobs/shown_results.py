@@ -12,7 +12,8 @@ import pandas as pd
 
 from loopdropout_trainer.jobs.runs import Run
 from loopdropout_trainer.reports.figures import overview_figure
-from loopdropout_trainer.reports.frames import load_results, order_labels
+from loopdropout_trainer.reports.frames import load_results
+from loopdropout_trainer.reports.labels import order_labels
 from loopdropout_trainer.reports.printing import print_by_method, print_differences, print_loss_reductions
 from loopdropout_trainer.results.run_files import BASE_MODEL
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields

@@ -13,7 +13,8 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.reports.comparing import PAIRED_SEEDS
 from loopdropout_trainer.reports.figures import describe_points, points
-from loopdropout_trainer.reports.frames import average, name_methods
+from loopdropout_trainer.reports.frames import average
+from loopdropout_trainer.reports.labels import name_methods
 from loopdropout_trainer.reports.table_files import Missing, check_fields, find
 from loopdropout_trainer.reports.tables import find_unpaired, have_other_problems, name_seeds, paired_gains
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from loopdropout_trainer.reports.frames import average, has_seeds, labelled, tasks_of
+from loopdropout_trainer.reports.frames import average, tasks_of
+from loopdropout_trainer.reports.labels import has_seeds, labelled
 from loopdropout_trainer.reports.tables import split_reductions
 from loopdropout_trainer.results.run_files import BASE_MODEL, is_of_base
 from loopdropout_trainer.saving.checkpoints import read_history

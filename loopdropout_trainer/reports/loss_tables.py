@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from loopdropout_trainer.reports.frames import average, labelled
+from loopdropout_trainer.reports.frames import average
+from loopdropout_trainer.reports.labels import labelled
 from loopdropout_trainer.reports.tables import add_seeds, fit_title, mean_numbers, name_examples, spread_places
 from loopdropout_trainer.results.run_files import is_of_base
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from loopdropout_trainer.reports.frames import has_seeds
+from loopdropout_trainer.reports.labels import has_seeds
 from loopdropout_trainer.reports.printing import print_table
 from loopdropout_trainer.reports.table_files import lay_out
 from loopdropout_trainer.reports.tables import (

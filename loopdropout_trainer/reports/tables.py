@@ -22,15 +22,8 @@ from loopdropout_trainer.diagnostics import (
 )
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS, have_same_problems
-from loopdropout_trainer.reports.frames import (
-    average,
-    find_baseline,
-    has_seeds,
-    labelled,
-    select,
-    tasks_of,
-    values_by_seed,
-)
+from loopdropout_trainer.reports.frames import average, select, tasks_of, values_by_seed
+from loopdropout_trainer.reports.labels import find_baseline, has_seeds, labelled
 from loopdropout_trainer.results.run_files import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 
 

@@ -9,7 +9,8 @@ import pandas as pd
 
 from loopdropout_trainer.errors import join_command
 from loopdropout_trainer.reports.final_results import final_results
-from loopdropout_trainer.reports.frames import has_seeds, load_results
+from loopdropout_trainer.reports.frames import load_results
+from loopdropout_trainer.reports.labels import has_seeds
 from loopdropout_trainer.reports.printing import print_table
 from loopdropout_trainer.reports.tables import (
     ACCURACY_TITLE,

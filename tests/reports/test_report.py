@@ -39,6 +39,7 @@ from loopdropout_trainer.reports import (
 )
 from loopdropout_trainer.reports.figures import average_windows, points
 from loopdropout_trainer.reports.final_results import final_results
+from loopdropout_trainer.reports.labels import labelled, name_methods
 from loopdropout_trainer.reports.plots import GRAY, heat_plot, line_plot, save_figure, space_ticks
 from loopdropout_trainer.reports.result_choice import split_repeated
 from loopdropout_trainer.reports.saved_tables import TableText
@@ -477,7 +478,7 @@ def test_base_model_has_no_settings_of_the_adapter_next_to_it(tmp_path):
         write(tmp_path / f"{rate}/diagnostics", [row])
     rows = frames.load_results(tmp_path).query("method == 'base model'")
     assert rows[["recipe_learning_rate", "recipe_rule"]].isna().all(axis=None)
-    assert [*frames.labelled(rows)["label"].unique()] == [f"base model, split_seed = {seed}" for seed in (0, 1)]
+    assert [*labelled(rows)["label"].unique()] == [f"base model, split_seed = {seed}" for seed in (0, 1)]
 
 
 # The command
@@ -1460,7 +1461,7 @@ def test_rule_that_is_not_imported_has_its_title(tmp_path):
     for variant in ("drop_last", "my_name"):
         run = {"run_name": f"sweep/{variant}/lr_0.1/seed_1", "rule": "drop_last"}
         write(tmp_path / variant, [{"value": 50.0}], run, method="Drop last")
-    names = frames.name_methods(frames.load_results(tmp_path))
+    names = name_methods(frames.load_results(tmp_path))
     assert sorted(names) == ["Drop last", "my_name"]
 
 
