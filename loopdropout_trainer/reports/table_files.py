@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 
-from loopdropout_trainer.costs.published import PUBLISHED_TASKS
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.gates import RULES
@@ -78,13 +77,13 @@ def check_columns(results: pd.DataFrame, wanted: dict) -> None:
 def check_spelling(results: pd.DataFrame, wanted: dict) -> None:
     """Raise `Misspelled` if no result has a wanted task or metric, but one with a similar name.
 
-    A benchmark of the package is no mistake. It was not measured.
+    A benchmark of the package's sweeps is no mistake. It was not measured.
     """
     for name in ("task", "metric"):
         names = [*results[name].unique()]
         for value in pd.Series(wanted.get(name, []), dtype=object):
             hint = closest_match(str(value), names, cutoff=0.8)
-            if value not in names and value not in PUBLISHED_TASKS and hint:
+            if value not in names and hint and not _is_benchmark(value):
                 raise Misspelled(f"no {name} `{value}`. The results have the {name}s {', '.join(names)}.{hint}")
 
 
@@ -136,6 +135,11 @@ def describe_recipe(name: str, num_fitting_examples: int | None = None) -> dict[
 def _measuring_sweeps() -> list[dict[str, Any]]:
     """Return the sweeps of the package that measure their final runs. It reads all recipes, which takes a second."""
     return [recipe for recipe in map(load_recipe, recipe_names()) if "measure" in recipe]
+
+
+def _is_benchmark(task: Any) -> bool:
+    """Return whether a sweep of the package measures a task."""
+    return any(task in sweep["measure"].get("benchmarks", ()) for sweep in _measuring_sweeps())
 
 
 def fill_cell(
