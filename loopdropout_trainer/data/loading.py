@@ -257,8 +257,19 @@ def _complete(
         examples = examples.add(_count_tokens, tokenizer=tokenizer)
     if max_length is not None:
         reason = f"they have more than {max_length:,} tokens"
-        examples = examples.keep(_fits, left_out, noun, reason, max_length=max_length)
+        noted: list[LeftOut] = []
+        kept = examples.keep(_fits, noted, noun, reason, max_length=max_length)
+        for part in noted:
+            left_out.append(part._replace(reason=f"{reason}. The longest one is {_describe_longest(examples)}"))
+        examples = kept
     return examples.rows
+
+
+def _describe_longest(examples: Examples) -> str:
+    """Return the place of the longest example with its length, such as "row 4 of chats.jsonl, with 2,048 tokens"."""
+    lengths = read_numbers(examples.rows, "num_tokens")
+    longest = int(lengths.argmax())
+    return f"{examples.describe_row(longest)}, with {lengths[longest]:,} tokens"
 
 
 def _add_tokens(example: Row, tokenizer: PreTrainedTokenizerBase) -> Row:

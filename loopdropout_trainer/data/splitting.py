@@ -75,6 +75,11 @@ def _check_numbers(args: DataArguments, num_left: int, num_chosen: int, num_usab
         num_chosen: Number of examples that are held out of the training data.
         num_usable: Number of different examples in the training data.
     """
+    if num_usable < 2 and args.num_held_out:
+        raise UserError(
+            "The data must have at least 2 different usable examples, one to train on and one to hold out, got "
+            f"{num_usable}. Add examples, or set `num_eval_examples` to 0."
+        )
     if num_left == 0 or num_chosen < args.num_held_out:
         raise UserError(
             f"`num_eval_examples` must be at most {num_usable - 1:,}, because the data has "

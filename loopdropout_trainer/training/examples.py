@@ -26,7 +26,7 @@ from loopdropout_trainer.data.formats import (
 )
 from loopdropout_trainer.data.saved_prompts import find_beginning, find_system_turns, read_prompts
 from loopdropout_trainer.data.tokenizing import find_training_template
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.limits import render_chat
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, check_chat_template, set_chat_template, unknown_template
 from loopdropout_trainer.training.evaluation_fields import word_of
@@ -328,9 +328,12 @@ def choose_template(args: TrainingArguments, tokenizer: PreTrainedTokenizerBase)
     if name in CHAT_TEMPLATES or Path(name).is_file():
         set_chat_template(tokenizer, name, "chat_template_path")
         return None
+    others = "a Jinja file, or the name of a tokenizer with a chat template"
+    is_mistyped = "/" not in name and closest_match(name, CHAT_TEMPLATES) != ""
+    if is_mistyped and not Path(name).exists():  # without a network, asking the Hub would take long
+        raise unknown_template("chat_template_path", name, others)
     try:
         cached_file(name, "tokenizer_config.json")
     except (OSError, ValueError):
-        others = "a Jinja file, or the name of a tokenizer with a chat template"
         raise unknown_template("chat_template_path", name, others) from None
     return name

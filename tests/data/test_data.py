@@ -221,7 +221,8 @@ def test_long_examples_are_left_out_not_cut(load, bpe_tokenizer, row, log):
     assert len(load(None, [row], bpe_tokenizer, max_length=length)["train"]) == 1
     with user_error("`max_length` must be larger"):
         load(None, [row], bpe_tokenizer, max_length=length - 1)
-    assert f"1 example is left out, because it has more than {length - 1} tokens." in log.messages
+    text = f"1 example is left out, because it has more than {length - 1} tokens. The longest one is row 1 of "
+    assert re.search(f"{text}.*, with {length} tokens.", log.text)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.csv.gz", "a.parquet"])
@@ -399,6 +400,11 @@ def test_at_least_one_example_is_not_held_out(load, bytes_tokenizer, preparation
     most = "must be at most 23, because the data has 24 usable examples and one must be left to train on"
     with user_error(f"`num_eval_examples` {most}, got {number}."):
         load(preparation, rows, bytes_tokenizer, num_eval_examples=number)
+
+
+def test_one_example_cannot_be_held_out(load, tokenizer):
+    with user_error("at least 2 different usable examples, .* got 1. Add examples, or set `num_eval_examples` to 0"):
+        load(None, [PAIR] * 5, tokenizer, num_eval_examples=1)
 
 
 def test_messages_that_are_a_text_raise(load, bytes_tokenizer):

@@ -567,7 +567,7 @@ def test_sweep_checks_the_data_once_before_its_first_run(lab, capsys):
     out = capsys.readouterr().out
     assert "examples        lora, loop_dropout: 3, 1 held out, 1 optimizer step, 1 epoch\n" in out
     assert re.search(r"\ntokens          about [\d,]+ to [\d,]+ in each training, [\d,]+ in all trainings\n", out)
-    assert "\nleft out        short: 1 example, because it has more than 60 tokens\n" in out
+    assert "\nleft out        short: 1 example, because it has more than 60 tokens. The longest one is row " in out
     with open(path, "a") as file:
         file.write(json.dumps({"messages": [rows[0][0], {"role": "asistant", "content": "Yes"}]}))
     for options in (["--dry_run", "true"], ["--print_commands", "true"], []):
