@@ -98,7 +98,7 @@ def main() -> None:
         "",
         f"Random Ouro of {preset.num_layers} layers, hidden size {preset.hidden_size}, {preset.num_loops} loops, "
         f"{preset.dtype}; {number} prompts of about {median} tokens, {batch} answers at a time. "
-        f"Medians of {options.rounds} rounds.",
+        f"Medians of {options.rounds} rounds, also of the ratios, which therefore differ from the ratios of the seconds.",
         "",
         "| lengths of the answers | `generate`, s | in slots, s | relative | equal answers |",
         "|---|---:|---:|---:|---:|",

@@ -43,7 +43,8 @@ def main() -> None:
     lines = [
         "# Start-up",
         "",
-        f"`python benchmarks/startup.py --rounds {options.rounds}`: medians of {options.rounds} rounds. The last minute "
+        f"`python benchmarks/startup.py --rounds {options.rounds}`: medians of {options.rounds} rounds, also of the "
+        "ratios, which therefore differ from the ratios of the seconds. The last minute "
         f"had {os.getloadavg()[0]:.0f} busy processes on {os.cpu_count()} CPU cores.",
         "",
         "| | CPU seconds | relative to TRL |",

@@ -168,7 +168,8 @@ def explain_errors(errors: list[dict[str, Any]]) -> str:
         by_field.setdefault(place[0], error)
     unknown = [f"`{name}`" for name in by_field if name not in MUST_BE]
     if unknown:
-        return f"This server does not support {', '.join(unknown)}. Leave them out, or use vLLM."
+        these = "it" if len(unknown) == 1 else "them"
+        return f"This server does not support {', '.join(unknown)}. Leave {these} out, or use vLLM."
     missing = []
     for name, error in by_field.items():
         if error["type"] == "missing" and len(error["loc"]) == 2:  # not a field of a message

@@ -72,7 +72,6 @@ NEEDS_HUB = re.compile(r"cannot be (loaded|found)|offline|does not exist|there i
 LOCAL = {
     "ByteDance/Ouro-1.4B": str(ROOT / "loopdropout_trainer/tiny_ouro"),
     'chat_template="ouro"': 'chat_template="tulu2"',
-    '"gsm8k", "hellaswag"': '"arithmetic_easy_test"',
     "limit=100": "limit=2",
 }
 """Replacements of models and tasks from the Hub in snippets."""

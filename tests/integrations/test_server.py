@@ -234,7 +234,10 @@ UNSUPPORTED = {
 def test_fields_without_effect_are_named(server):
     with pytest.raises(openai.BadRequestError) as error:
         complete(server, "a", extra_body=UNSUPPORTED)
-    assert all(f"`{name}`" in error.value.body["message"] for name in UNSUPPORTED)
+    message = error.value.body["message"]
+    assert all(f"`{name}`" in message for name in UNSUPPORTED) and "Leave them out" in message
+    with pytest.raises(openai.BadRequestError, match="does not support `n`. Leave it out, or use vLLM"):
+        complete(server, "a", n=2)
     neutral = {"n": 1, "best_of": 1, "logprobs": None, "echo": False, "presence_penalty": 0, "tools": [], "user": "me"}
     assert complete(server, "a", extra_body=neutral).choices[0].text
 
