@@ -27,7 +27,7 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, Comparison, explain_disagreements
-from loopdropout_trainer.errors import UserError, count, join_command, run_script
+from loopdropout_trainer.errors import UserError, closest_match, count, join_command, run_script
 from loopdropout_trainer.files import check_links, recipe_names
 from loopdropout_trainer.reports.comparing import compare_folders, explain_missing_runs
 from loopdropout_trainer.reports.figure_files import build_figure
@@ -92,6 +92,10 @@ ARGUMENTS = (ReportArguments,)
 
 def main(argv: list[str] | None = None) -> None:
     (args,) = parse(ARGUMENTS, name_words(argv, "folders"), __doc__)
+    names = args.tables
+    if names == ["all"]:
+        names = [name for name in recipe_names() if name.startswith("tables/")]
+    specs = {name: read_table(name) for name in names}  # before anything is printed
     results, output_dir = load_results(*args.folders), find_output_dir(args)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -102,12 +106,9 @@ def main(argv: list[str] | None = None) -> None:
     final = final_results(results, args.checkpoints, args.folders)
     for line in filter(None, [results.attrs["left_out"], *describe_left_out_runs(results, final)]):
         print(line)
-    names = args.tables
-    if names == ["all"]:
-        names = [name for name in recipe_names() if name.startswith("tables/")]
-    for name in names:
-        make_named(name, final, output_dir)
-    if not names:
+    for name, spec in specs.items():
+        make_named(name, spec, final, output_dir)
+    if not specs:
         summarize(final, output_dir, has_left_out=len(final) < len(results))
         report_comparison(args.folders, output_dir)
 
@@ -127,9 +128,19 @@ def find_output_dir(args: ReportArguments) -> Path:
     return folder
 
 
-def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
+def read_table(name: str) -> dict[str, Any]:
+    """Return the content of a YAML file of a table or a figure, by its path or its name in recipes/tables."""
+    if name.endswith((".yaml", ".yml")):
+        return load_recipe(name)
+    known = [Path(recipe).stem for recipe in recipe_names() if recipe.startswith("tables/")]
+    if name not in known:
+        hint = closest_match(name, known) or f" They are {', '.join(known)}."
+        raise UserError(f"`tables` must be names in recipes/tables, YAML files, or `all`, got {name}.{hint}")
+    return load_recipe(f"tables/{name}.yaml")
+
+
+def make_named(name: str, spec: dict[str, Any], results: pd.DataFrame, output_dir: Path) -> None:
     """Make the table or the figure of a YAML file, or print what is missing for it."""
-    spec = load_recipe(name if name.endswith(".yaml") else f"tables/{name}.yaml")
     path = output_dir / Path(name).stem
     try:
         if "figure" in spec:

@@ -1081,6 +1081,13 @@ def test_misspelled_task_of_an_own_table_is_not_measured(finished_sweep, capsys)
         assert "no result with" in text and "loopdropout sweep x" in text
 
 
+def test_unknown_table_is_named_before_anything_is_printed(tmp_path, capsys):
+    write(tmp_path / "run", [{"value": 50.0}])
+    with user_error("`tables` must be names in recipes/tables, .* got math_man. Did you mean 'math_main'?"):
+        report.main([str(tmp_path), "--tables", "math_man"])
+    assert capsys.readouterr().out == ""
+
+
 def test_own_table_of_two_sweeps_says_how_to_select_one(finished_sweep, capsys):
     other = shutil.copytree(finished_sweep, finished_sweep.parent / "other")
     for path in other.rglob("recipe.yaml"):
