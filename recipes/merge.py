@@ -20,6 +20,7 @@ from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.cards import read_card_fields
 from loopdropout_trainer.saving.loading import load
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.saving.pushing import check_repository
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import option
 from loopdropout_trainer.settings.recipe import name_words, parse
@@ -54,6 +55,7 @@ class MergeArguments:
     hub_revision: str | None = option(None, "Branch to push to, which is created if it is missing. Default: `main`.")
 
     def __post_init__(self):
+        check_repository(self.hub_model_id)
         if self.hub_revision is not None and self.hub_model_id is None:
             raise UserError("`hub_model_id` must be set if `hub_revision` is set.")
 

@@ -18,7 +18,7 @@ from loopdropout_trainer.errors import UserError, count, run_script
 from loopdropout_trainer.saving.cards import CARD_FILE
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.merging import list_pushed_files, push_adapter, push_merged_to_hub
-from loopdropout_trainer.saving.pushing import describe_account
+from loopdropout_trainer.saving.pushing import check_repository, describe_account
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import option
 from loopdropout_trainer.settings.recipe import name_words, parse
@@ -94,6 +94,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"`folder` must be a folder on this computer, got the repository {args.folder}.")
     print(source.describe())
     args = complete_from_training(args, source)
+    check_repository(args.hub_model_id)
     if args.dry_run:
         print_push(args, source)
         return

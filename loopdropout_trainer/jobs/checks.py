@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.saving.pushing import check_repository
 from loopdropout_trainer.settings.arguments import ScriptArguments
 from loopdropout_trainer.training.distributed import check_devices
 
@@ -27,7 +28,9 @@ def check_settings(script: ScriptArguments, data: DataArguments, training: GateC
 
 
 def _check_pushes(script: ScriptArguments, training: GateConfig) -> None:
-    """Raise UserError if the merged model has no repository of its own to be pushed to."""
+    """Raise UserError for a name that the Hub refuses, or a merged model without a repository of its own."""
+    if script.push_merged_to_hub or training.push_to_hub:
+        check_repository(training.hub_model_id)
     if not script.push_merged_to_hub:
         return
     if not training.hub_model_id:

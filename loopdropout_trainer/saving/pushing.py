@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
+from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects, validate_repo_id
 
 from loopdropout_trainer.errors import UserError, first_line, hide_secrets, is_unreachable, join_command
 from loopdropout_trainer.files import TEMPORARY_FILES
@@ -27,6 +27,18 @@ logger = logging.getLogger(__name__)
 def find_repository(args: TrainingArguments) -> str:
     """Return the repository that a training pushes to. As in transformers, it has the name of `output_dir` by default."""
     return args.hub_model_id or Path(args.output_dir).absolute().name
+
+
+def check_repository(name: str | None) -> None:
+    """Raise UserError for a name of a repository that the Hub refuses. It needs no network."""
+    if name is None:
+        return
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(
+            f"`hub_model_id` must be a name on the Hub such as user/model, got {name!r} ({first_line(error)})."
+        ) from None
 
 
 def find_command(folder: str | Path, repo_id: str, revision: str | None = None, private: bool | None = None) -> str:

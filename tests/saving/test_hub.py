@@ -371,6 +371,8 @@ def test_push_takes_the_repository_of_the_training(trained, monkeypatch, capsys)
     words = [str(trained), "--dry_run", "true"]
     push(words)
     assert "\nrepository  not set (`--hub_model_id USER/NAME`)\n" in capsys.readouterr().out
+    with user_error("`hub_model_id` must be a name on the Hub such as user/model, got 'me/my chat' .*"):
+        push([*words, "--hub_model_id", "me/my chat"])
     with open(trained / "recipe.yaml", "a") as recipe:
         recipe.write("hub_model_id: me/calc\nhub_private_repo: true\nhub_revision: v1\n")
     for option, place in (([], ["me/calc", "v1", "private"]), (TO_ME, ["me/x", "main", "private"])):
