@@ -27,7 +27,7 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, Comparison, explain_disagreements
-from loopdropout_trainer.errors import UserError, closest_match, count, join_command, run_script
+from loopdropout_trainer.errors import UserError, closest_match, count, run_script
 from loopdropout_trainer.files import check_links, recipe_names
 from loopdropout_trainer.reports.comparing import compare_folders, explain_missing_runs
 from loopdropout_trainer.reports.figure_files import build_figure
@@ -35,6 +35,7 @@ from loopdropout_trainer.reports.figures import loss_curves, loss_figure, overvi
 from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
+from loopdropout_trainer.reports.missing_base import describe_missing_base, describe_missing_base_loss
 from loopdropout_trainer.reports.printing import shorten_folders
 from loopdropout_trainer.reports.saved_tables import TableText, describe_sizes, save_layout, save_table
 from loopdropout_trainer.reports.table_files import Missing, Misspelled, build_table
@@ -58,17 +59,13 @@ from loopdropout_trainer.reports.tables import (
     split_reductions,
 )
 from loopdropout_trainer.results.run_files import (
-    RUN_FILE,
     is_of_base,
     is_of_training,
-    read_needed_imports,
     read_own_results,
-    recipe_path,
 )
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state, newest_checkpoint
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import option
-from loopdropout_trainer.settings.read_yaml import read_yaml_file
 from loopdropout_trainer.settings.recipe import load_recipe, name_words, parse
 
 
@@ -274,69 +271,6 @@ def report_accuracy(results: pd.DataFrame, output_dir: Path) -> bool:
         save_table(of_choice, accuracy_table(of_choice), text, output_dir / "choice")
     draw_figure(overview_figure(results), output_dir / "overview")
     return True
-
-
-def describe_missing_base(results: pd.DataFrame) -> list[str]:
-    """Return a sentence with the command that evaluates the base model, if accuracies lack it and a recipe has their tasks.
-
-    A sweep does not evaluate it by default, because each of its runs would.
-    """
-    accuracy = results[(results["metric"] == "accuracy") & ~results["chose"]]
-    if is_of_base(accuracy).any() or "recipe_benchmarks" not in accuracy:
-        return []
-    measured = accuracy[accuracy["recipe_benchmarks"].notna() & (accuracy["num_loops"] == accuracy["trained_loops"])]
-    if measured.empty:
-        return []
-    run = measured["run"].iloc[0]
-    depths = [f"{depth:g}" for depth in sorted(measured["num_loops"].unique())]
-    command = complete_command(["evaluate", str(recipe_path(run)), "none", "--eval_num_loops", *depths], run)
-    return [f"The base model was not evaluated. `{command}` does so, and the next report has it."]
-
-
-def describe_missing_base_loss(results: pd.DataFrame) -> list[str]:
-    """Return a sentence about the held-out loss of the base model if no run has measured it, with the way to measure it."""
-    losses = results[(results["metric"] == "eval_loss") & (results["task"] == "training")]
-    if is_of_base(losses).any():
-        return []
-    for run in losses["run"].unique():
-        sentence = _describe_base_loss(run)
-        if sentence:
-            return [sentence]
-    return []
-
-
-def _describe_base_loss(run: str) -> str:
-    """Return the sentence about the base model's held-out loss for a run that lacks it, or "" if there is no way to it.
-
-    `sft` trains a finished run no further, and only measures what is missing. The recipe of a run in Python, which has no
-    `run.json`, does not have its examples.
-    """
-    path = recipe_path(run)
-    recipe = read_yaml_file(path, f"The recipe of {run}") if path.is_file() else {}
-    starts_from_base = recipe.get("adapter_name_or_path") is None
-    if recipe.get("command") == "dpo":
-        if starts_from_base and recipe.get("loss_type", "sigmoid") in ("sigmoid", ["sigmoid"]):
-            return "The held-out loss of the base model is ln 2 = 0.6931, because DPO compares a model with its base model."
-        return ""
-    if recipe.get("command") != "sft":
-        return ""
-    if recipe.get("evaluate_base") is False:
-        words = ["sft", str(path), "--evaluate_base", "true", "--output_dir", run]
-        return f"The held-out loss of the base model is missing. `{complete_command(words, run)}` adds it."
-    if starts_from_base and not Path(run, RUN_FILE).is_file():
-        return (
-            "The held-out loss of the base model is missing, because a training in Python does not measure it. There, "
-            "`trainer.evaluate()` in front of `trainer.train()` returns it."
-        )
-    return ""
-
-
-def complete_command(words: Sequence[str], run: str) -> str:
-    """Return a command of this package as a text, with the files of `--import` that the recipe of a run needs."""
-    imports = read_needed_imports(run)
-    if imports:
-        words = [*words, "--import", *imports]
-    return join_command(*words)
 
 
 def report_reductions(results: pd.DataFrame, output_dir: Path) -> bool:

@@ -1196,6 +1196,10 @@ def test_report_says_how_to_evaluate_the_base_model(tmp_path, capsys):
     write(tmp_path / "run/evaluation", [base])
     text, folder = report_on(tmp_path / "run", capsys)
     assert "was not evaluated" not in text and "base model" in {*pd.read_csv(folder / "accuracy.csv")["method"]}
+    write(tmp_path / "other", [{"value": 30.0, "task": "c"}], {**recipe, "benchmarks": ["c"]})
+    text, _ = report_on(tmp_path, capsys)
+    command = f"`loopdropout evaluate {tmp_path}/other/recipe.yaml none --eval_num_loops 4` does so"
+    assert f"The base model was not evaluated on c. {command}" in text
 
 
 def test_report_says_how_to_measure_the_loss_of_the_base_model(tmp_path, capsys):
@@ -1250,6 +1254,9 @@ def test_command_for_the_base_model_has_all_depths_and_imports(tmp_path, capsys)
     options = "none --eval_num_loops 2 8 --import /my/scorer.py /my/task.yaml"
     command = f"`loopdropout evaluate {tmp_path}/runs/a/recipe.yaml {options}` does so"
     assert f"The base model was not evaluated. {command}" in report_on(tmp_path / "runs", capsys)[0]
+    dump_recipe({"benchmarks": ["b"], "output_dir": str(tmp_path / "original")}, tmp_path / "runs/a/recipe.yaml")
+    here = f"--eval_num_loops 2 8 --output_dir {tmp_path}/runs/a/evaluation --import"
+    assert here in report_on(tmp_path / "runs", capsys)[0]  # of a copied folder
 
 
 def test_results_of_changed_code_have_lines_of_their_own(tmp_path, capsys):
