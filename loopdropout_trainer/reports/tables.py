@@ -381,7 +381,9 @@ def add_seeds(title: str, texts: pd.DataFrame, num_seeds: pd.Series) -> tuple[st
     different = seeds[is_counted].unique()
     if len(different) > 1:  # as after a failed run
         return title, texts.assign(seeds=seeds)
-    return title.replace("over seeds", f"over {different[0]} seeds"), texts
+    if len(different) == 1:  # none if only the base model has results
+        title = title.replace("over seeds", f"over {different[0]} seeds")
+    return title, texts
 
 
 def _format_costs(costs: pd.Series) -> pd.Series:
