@@ -64,6 +64,9 @@ def check_columns(
         fix = f"Remove {fields}, because the data has {enumerate_columns(own_columns)}."
     elif is_alpaca(names) and not mapping and not template_fields:
         fix = "Set `prompt_template: alpaca` and `column_mapping: {completion: output}`, which also read the `input`."
+    elif mapping and {*names}.issuperset(mapping):  # of old names to new ones, as `datasets.rename_columns` takes it
+        reverse = ", ".join(f"{column}: {name}" for name, column in mapping.items())
+        fix = f"The mapping is reversed. Write `column_mapping: {{{reverse}}}`."
     else:
         guess = {}
         if not mapping and len(rows):

@@ -548,6 +548,11 @@ WRONG = [
         "`x` as `completion`. Remove `column_mapping` and `prompt_template`, because the data has `prompt` and `comp",
     ),
     (
+        {"train_files": ["answers.jsonl"], "column_mapping": {"answer": "completion"}},
+        "`column_mapping` takes `completion` as `answer`. The mapping is reversed. Write `column_mapping: "
+        "{completion: answer}`.$",
+    ),
+    (
         {"train_files": ["answers.jsonl"], "column_mapping": {"completion": "answr"}},
         "must have `answr`, got the columns prompt, answer. `column_mapping` takes `answr` as `completion`. "
         "Did you mean 'answer'\\?$",
