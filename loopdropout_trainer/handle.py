@@ -75,9 +75,9 @@ def loop_dropout(
     return LoopDropoutHandle(model, rule, seed)
 
 
-def _as_drawing_rule(rule: Any) -> GateRule:
-    """Return the rule of a name, or the given rule. Raise UserError unless it is a rule that only draws gates."""
-    rule = as_rule(rule)
+def _as_drawing_rule(rule: Any, present: GateRule | None = None) -> GateRule:
+    """Return a rule as `as_rule` does. Raise UserError unless it is a rule that only draws gates."""
+    rule = as_rule(rule, present)
     needs_trainer = rule.uses_steps or rule.wants_sensitivity or rule.draws_per_batch > 1
     if rule.lora_kind != "gated" or needs_trainer:
         raise UserError(
@@ -170,7 +170,8 @@ class LoopDropoutHandle:
 
     @rule.setter
     def rule(self, rule: str | GateRule) -> None:
-        rule = _as_drawing_rule(rule)
+        present = vars(self).get("_rule")  # none while the handle is made
+        rule = _as_drawing_rule(rule, present)
         rule.check(self.looped.num_loops)
         self._rule = rule
 

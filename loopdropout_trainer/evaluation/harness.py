@@ -73,6 +73,9 @@ def evaluate_tasks(
         raise UserError(f"`lm` must be a `LoopedLM`, got {short_repr(lm)}. Give `LoopedLM(model, tokenizer)`.")
     if isinstance(tasks, str):
         raise UserError(f"`tasks` must be a list, got {tasks!r}. Did you mean [{tasks!r}]?")
+    is_number = isinstance(limit, int) and not isinstance(limit, bool)
+    if limit is not None and not (is_number and limit >= 1):
+        raise UserError(f"`limit` must be an integer of at least 1, got {short_repr(limit)}.")
     selected: dict[str, Task | Group] = {}
     for task in tasks:
         if isinstance(task, str):

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 TASKS = Path(__file__).with_name("tasks")
 """Folder of the package's own tasks."""
 
+_OWN = "own"
+"""Task that own benchmarks are made of, which has no problems itself."""
+
 _FOLDERS = {"mmlu": "mmlu/default", "bbh": "bbh/cot_fewshot", "truthfulqa": "truthfulqa"}
 _LM_EVAL = Path(lm_eval.tasks.__file__).parent
 
@@ -173,7 +176,7 @@ def own_benchmark(
     with _explained(name):
         rows = read_files(files)
     with _explained(name, rows.column_names):
-        task = task_of_rows(name, like or "own", rows, **config)
+        task = task_of_rows(name, like or _OWN, rows, **config)
     options = {"until": stop, "max_gen_toks": max_new_tokens}
     options = {option: value for option, value in options.items() if value is not None}
     task.set_config("generation_kwargs", options, update=True)
@@ -291,7 +294,7 @@ def _find_manager(name: str) -> TaskManager:
     manager = _load_manager(_FOLDERS.get(name.partition("_")[0]), False)
     if name in manager.all_tasks:
         return manager
-    packaged = _load_manager(None, False).all_tasks
+    packaged = [task for task in _load_manager(None, False).all_tasks if task != _OWN]
     hint = closest_match(name, packaged)
     if PartialState().is_main_process:
         logger.warning(

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.evaluation.answers import AnswerCache, answer_key
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gates.texts import parse_gates
@@ -44,6 +44,13 @@ logging.getLogger("lm_eval.models.huggingface").addFilter(lambda record: not _WA
 lm_eval.api.model.tqdm = lm_eval.api.task.tqdm = lambda items, **kwargs: items
 
 _GREEDY_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}
+
+
+def _check_batch_size(batch_size: Any) -> None:
+    """Raise UserError unless lm-eval can read a batch size: an integer, also as a text, "auto" or "auto:N"."""
+    words = str(batch_size)
+    if isinstance(batch_size, bool) or not re.fullmatch(r"auto(:\d+(\.\d+)?)?|0*[1-9]\d*", words):
+        raise UserError(f'`batch_size` must be an integer of at least 1, or "auto", got {short_repr(batch_size)}.')
 
 
 @register_model("looped")
@@ -97,6 +104,7 @@ class LoopedLM(HFLM):
             pretrained = load(source, num_loops=num_loops, **options)
             tokenizer = source.load_tokenizer(chat_template)
         _check_complete(pretrained)
+        _check_batch_size(batch_size)
         lm_eval_options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}
         super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **lm_eval_options)
         self.looped = attach_looped_model(pretrained)

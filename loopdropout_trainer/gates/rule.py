@@ -178,9 +178,16 @@ def _hint_at_code() -> str:
     return hint_at_own_file()
 
 
-def as_rule(rule: str | GateRule) -> GateRule:
-    """Return the rule of a name, or the given rule. Raise UserError for another value."""
+def as_rule(rule: str | GateRule, present: GateRule | None = None) -> GateRule:
+    """Return the rule of a name, or the given rule. Raise UserError for another value.
+
+    The name of the rule `present` keeps the fields of this rule. Another name gives a rule with its own default values.
+    """
     if isinstance(rule, str):
+        if present is not None and rule == present.name:
+            fields = fields_of(present)
+            own_p = {} if fields["p"] is None else {"p": fields["p"]}
+            return make_rule(rule, **own_p, **(fields["rule_args"] or {}))
         return make_rule(rule)
     if not isinstance(rule, GateRule):
         raise not_a_rule(rule)

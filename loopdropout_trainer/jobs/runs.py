@@ -21,6 +21,7 @@ from loopdropout_trainer.saving.checkpoints import (
     newest_checkpoint,
 )
 from loopdropout_trainer.saving.integrity import find_damage
+from loopdropout_trainer.saving.saved_adapter import holds_model
 from loopdropout_trainer.settings.arguments import AdapterArguments, RewardArguments, ScriptArguments, SFTArguments
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 from loopdropout_trainer.training.distributed import shards_weights
@@ -111,13 +112,21 @@ class Run(NamedTuple):
         A dry run shows the plan before this message, and a training ends with it before it changes anything.
         """
         return (
-            self.find_other_recipe()
+            self._find_whole_model()
+            or self.find_other_recipe()
             or self._find_other_code()
             or self._find_damaged_adapter()
             or self._find_longer_training()
             or self._find_other_processes()
             or self._find_stopped_training()
         )
+
+    def _find_whole_model(self) -> str | None:
+        """Return the message about a folder that the adapter could not be saved in after the training, or None."""
+        folder = self.args.output_dir
+        if not holds_model(folder):
+            return None
+        return f"{folder} holds a whole model, which an adapter must not be saved next to. Set another `output_dir`."
 
     def find_other_recipe(self) -> str | None:
         """Return the message about a folder that holds a run of another recipe, or None."""

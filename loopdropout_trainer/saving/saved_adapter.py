@@ -28,6 +28,25 @@ def holds_adapter(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file()
 
 
+def holds_model(folder: str | Path) -> bool:
+    """Return whether a folder itself holds a whole model, such as a merged one, which an adapter must not be saved next to.
+
+    transformers finds the adapter in the folder of the model, and applies it. A merged model would have its update twice.
+    """
+    folder = Path(folder)
+    weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    return bool(weights) and (folder / "config.json").is_file()
+
+
+def check_adapter_folder(folder: str | Path) -> None:
+    """Raise UserError if a folder holds a whole model."""
+    if holds_model(folder):
+        raise UserError(
+            "`output_dir` must not be the folder of a whole model, such as a merged one, to which transformers would apply "
+            f"the adapter, got {folder}. Save the adapter into another folder, as by `trainer.save_model(folder)`."
+        )
+
+
 @dataclass(frozen=True)
 class SavedAdapter:
     """The files of an adapter.

@@ -27,7 +27,7 @@ from loopdropout_trainer.saving.cards import CARD_FILE, read_card_of, write_mode
 from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints, find_broken_save
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
-from loopdropout_trainer.saving.saved_adapter import adapter_folder
+from loopdropout_trainer.saving.saved_adapter import adapter_folder, check_adapter_folder
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import find_unsaved_fields
 from loopdropout_trainer.settings.recipe import dump_recipe
@@ -106,6 +106,7 @@ class AdapterFilesMixin:
         check_present(self.model)
         check_finite(self.model, self.state.global_step, self.args)
         folder = output_dir or self.args.output_dir
+        check_adapter_folder(folder)
         is_checkpoint = _internal_call and output_dir is not None
         if not self.args.should_save:
             super().save_model(output_dir, _internal_call)

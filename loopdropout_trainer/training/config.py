@@ -124,8 +124,7 @@ class GateConfig:
         if self.output_dir is not None:
             as_path("output_dir", self.output_dir)
         check_fields(self)
-        p = getattr(self.make_rule(), "p", None)
-        self.p = list(p) if isinstance(p, tuple) else p
+        self.take_own_p()
         # TRL's default is bfloat16, which transformers accepts on a machine without accelerator only with `use_cpu`.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if str(self.resume_from_checkpoint).lower() in ("false", "none"):  # words of a command line
@@ -235,6 +234,12 @@ class GateConfig:
                 )
             fields = {"p": self.p, **fields}
         return make_rule(self.rule, **fields)
+
+    def take_own_p(self) -> GateRule:
+        """Return the rule, and set `p` to the one that it draws with, which is its own value if `p` is None."""
+        rule = self.make_rule()
+        self.p = fields_of(rule)["p"]
+        return rule
 
     @property
     def rows_per_process(self) -> int:

@@ -14,7 +14,7 @@ from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gate_state import BatchOptions
 from loopdropout_trainer.gates import RULES, GateRule
-from loopdropout_trainer.gates.rule import as_rule, fields_of, is_packaged
+from loopdropout_trainer.gates.rule import as_rule, change_p, fields_of, is_packaged
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     adapted_layers,
@@ -80,19 +80,20 @@ class GatingMixin:
         progress = "not trained yet"
         if self.state.max_steps:  # of a training that has begun
             progress = f"step {self.state.global_step:,} of {self.state.max_steps:,}"
-        return f"{type(self).__name__} of {name} with {self.rule}, {progress}"
+        return f"{type(self).__name__} of {name} with {self._find_next_rule()}, {progress}"
 
     @property
     def rule(self) -> GateRule:
         """Rule that draws the gates. The fields of `args` make it, which also name it in results and cards.
 
-        Setting another rule, also by its name, sets these fields. It must train the same kind of adapter.
+        Setting another rule, also by its name, sets these fields. The present name keeps its fields. Another rule must train
+        the same kind of adapter.
         """
         return self._rule
 
     @rule.setter
     def rule(self, rule: str | GateRule) -> None:
-        rule = as_rule(rule)
+        rule = as_rule(rule, self._find_next_rule())
         if not isinstance(rule, RULES.get(rule.name, ())):
             raise UserError(f"`rule` must be a rule with `@register_rule`, got {short_repr(rule)}.")
         if _describe_kind(rule) != _describe_kind(self._rule):
@@ -120,8 +121,8 @@ class GatingMixin:
             raise
 
     def set_rule(self, args: GateConfig) -> None:
-        """Make the rule by `args`, and keep the values that it is made of."""
-        self._rule = args.make_rule()
+        """Make the rule by `args`, which may have changed since they were made, and keep the values that it is made of."""
+        self._rule = args.take_own_p()
         self._made_with = copy_fields(args, RULE_FIELDS)
 
     def keep_fields(self) -> None:
@@ -203,6 +204,15 @@ class GatingMixin:
             del base.forward  # the one of the class applies again
         else:
             base.forward = self._forward
+
+    def _find_next_rule(self) -> GateRule:
+        """Return the rule with the present `p` of `args`, which the next training reads. A wrong `p` raises an error there."""
+        if self.args.p in (None, self._made_with["p"]):
+            return self._rule
+        try:
+            return change_p(self._rule, self.args.p)
+        except (TypeError, UserError):  # the rule has no such field, or the value is wrong
+            return self._rule
 
     def _read_rule(self) -> None:
         """Make a new rule if `p` has changed, and raise UserError if another field has that is not read again."""

@@ -21,7 +21,7 @@ from peft.tuners.lora import LoraLayer
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, read_lines, write_lines
 from helpers.results import expected_results
-from helpers.tiny import TINY, tiny_hrm
+from helpers.tiny import TINY, tiny_hrm, tiny_ouro
 from loopdropout_trainer import default_peft_config, load_model
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import describe_version
@@ -417,6 +417,15 @@ def test_finished_run_is_printed_and_measured_further(quickstart, copy, no_steps
     run(TRAINING, "--output_dir", copy, "--eval_num_loops", "1", "3", "--single_loop_batches", "1")
     depths = {row["num_loops"] for row in read_results(copy) if row["metric"] == "accuracy"}
     assert depths == {1, 2, 3, 4} and adapter(copy) == adapter(quickstart[0])
+
+
+def test_training_into_a_merged_model_raises_before_it(tmp_path):
+    """Its adapter could not be saved there."""
+    tiny_ouro().save_pretrained(tmp_path)
+    with user_error(
+        re.escape(f"{tmp_path} holds a whole model, which an adapter must not be saved next to. Set another")
+    ):
+        run(WORDS, "--output_dir", tmp_path)
 
 
 def test_folder_of_another_recipe_is_not_used(quickstart):

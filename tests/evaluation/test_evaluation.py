@@ -180,6 +180,12 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch, log):
         evaluate_tasks(tiny_ouro(), ["arithmetic_easy_test"])
     with user_error("`tasks` must be a list, got 'mmlu_stem'"):
         evaluate_tasks(lm, "mmlu_stem")
+    for limit in (0, -2, "2"):
+        with user_error(f"`limit` must be an integer of at least 1, got {limit!r}"):
+            evaluate_tasks(lm, ["mmlu_stem"], limit=limit)
+    for batch_size in (0, -1, "x"):
+        with user_error(f'`batch_size` must be an integer of at least 1, or "auto", got {batch_size!r}'):
+            LoopedLM(lm.model, tokenizer, batch_size=batch_size)
     accuracy, *parts = evaluate_tasks(lm, ["mmlu_stem"], output_dir=tmp_path)
     samples = read_lines(tmp_path / "samples_mmlu_stem_K4_none.jsonl")
     assert accuracy["value"] == pytest.approx(100 * np.mean([sample["correct"] for sample in samples]))
@@ -204,7 +210,7 @@ def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path, log):
         own_benchmark("mine", write_lines(tmp_path / "rows.jsonl", CAPITALS), like="ifeval_strict")
     load_manager = loading._load_manager  # lm-eval's index takes 10 seconds
     monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
-    with user_error("`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"):
+    with user_error("`gsm9k` must be a task of lm-eval or one of .*metamath_math500. Did you mean 'gsm8k'"):
         load_task("gsm9k")
     assert "`gsm9k` is not a task of this package. Did you mean 'gsm8k'? Looking in lm-eval's index" in log.text
     with user_error("Did you mean 'arithmetic_easy_test'"):

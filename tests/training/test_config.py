@@ -14,7 +14,8 @@ import torch
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from helpers.errors import user_error
-from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
+from helpers.tiny import tiny_ouro
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig, LoopDropoutSFTTrainer
 from loopdropout_trainer.gates import ExactlyM, GateRule, LoopDropout
 from loopdropout_trainer.results.training_results import training_recipe
 
@@ -37,6 +38,18 @@ def test_rule_can_be_an_object(config, rule):
     copied = config(**{name: json.loads(json.dumps(getattr(args, name))) for name in ("rule", "p", "rule_args")})
     assert copied.make_rule() == args.make_rule()
     assert rule is LoopDropout or {"rule", "p", "rule_args"} <= {*args.given_fields()}
+
+
+def test_p_of_a_trainer_is_the_one_that_it_draws_with(config, dataset, tokenizer):
+    """Also if it was set to None, or the rule was set, after the arguments were made."""
+    args = config(p=0.25)
+    args.p = None
+    other = config(rule="lora")
+    other.rule = "loop_dropout"
+    for changed in (args, other):
+        assert changed.p is None
+        trainer = LoopDropoutSFTTrainer(tiny_ouro(), changed, train_dataset=dataset, processing_class=tokenizer)
+        assert trainer.p == trainer.args.p == trainer.saved_settings()["p"] == trainer.rule.p == 0.5
 
 
 @pytest.mark.parametrize("make", [np.float32, np.array, torch.tensor])

@@ -263,6 +263,8 @@ def test_handle_takes_another_p_and_rule():
     assert (handle.last_gates.sampled > 0).sum(dim=0).tolist() == [1] * 8
     with user_error("`p` must not be set, because the rule 'exactly_m' has no such field"):
         handle.p = 0.5
+    handle.rule = "exactly_m"  # its present name
+    assert handle.rule == make_rule("exactly_m", m=1)
     handle.rule = "random_prefix"
     assert handle.rule == make_rule("random_prefix")
     with user_error("`rule` must be one of .*, got 'loop_dropuot'"):

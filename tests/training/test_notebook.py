@@ -875,6 +875,16 @@ def test_mistakes_with_public_functions_raise(mistake):
         call()
 
 
+def test_adapter_is_not_saved_next_to_a_merged_model(make_sft, tmp_path):
+    """transformers would apply the update twice."""
+    trainer = make_sft(max_steps=1, output_dir=str(tmp_path))
+    merge_and_save(trainer.model, tmp_path, make_tokenizer())
+    with user_error("`output_dir` must not be the folder of a whole model, .* Save the adapter into another folder"):
+        trainer.save_model()
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert not (tmp_path / "adapter_config.json").exists()
+
+
 def test_training_inside_of_a_block_raises(make_sft):
     trainer = make_sft(max_steps=1)
     with user_error("`output_dir` must be a path, got 5"):
@@ -927,6 +937,10 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
     for name, meant in {"rul": "rule", "P": "p", "num_lops": "num_loops"}.items():
         with user_error(f"`{name}` is not an attribute of the trainer. Did you mean '{meant}'?"):
             setattr(trainer, name, 1)
+    trainer.args.p = 0.25
+    assert "LoopDropout(p=0.25)" in repr(trainer)
+    trainer.rule = "loop_dropout"  # its present name
+    assert trainer.p == trainer.rule.p == 0.25
     with user_error("`rule` must be one of .*, got 'exactly_n'. Did you mean 'exactly_m'"):
         trainer.rule = "exactly_n"
     with user_error("`rule` must be a name, or a rule such as .*, got 5"):
