@@ -294,7 +294,7 @@ def check_runs(args: EvaluationArguments, sources: Collection[Source], num_loops
     for source in sources:
         gates = own_gates(args, source)
         for depth in find_depths(args, source, num_loops):
-            source.check_run(depth, *gates)
+            source.check_run(depth, *gates, listed=args.eval_num_loops)
     if args.gates and not any(own_gates(args, source) for source in sources):
         first = next(iter(sources))
         first.check_run(None, *args.gates)  # raises the error about a model without an adapter

@@ -91,9 +91,8 @@ def load_benchmarks(
     tasks = []
     for name in names:
         if name in own_benchmarks:
-            fields = own_benchmarks[name]
-            _check_fields(name, fields)
-            tasks.append(own_benchmark(name, **fields))
+            check_own_benchmark(name, own_benchmarks[name])
+            tasks.append(own_benchmark(name, **own_benchmarks[name]))
         elif name == DEVELOPMENT:
             tasks.append(development_task(preparation, held_out))
         elif name.endswith(".yaml") and str(Path(name).resolve()) not in IMPORTED:
@@ -107,8 +106,12 @@ def load_benchmarks(
     return tasks
 
 
-def _check_fields(name: str, fields: Mapping[str, Any]) -> None:
-    """Raise UserError unless the description of a benchmark in a recipe is a mapping of arguments of `own_benchmark`."""
+def check_own_benchmark(name: str, fields: Mapping[str, Any]) -> None:
+    """Check the name and the fields of a benchmark in a recipe, without loading its problems.
+
+    Raises:
+        UserError: unless the fields are a mapping of arguments of `own_benchmark`, and the name is not that of another task.
+    """
     if not isinstance(fields, Mapping):
         raise UserError(
             f"`own_benchmarks` must map {name!r} to a mapping of fields such as `files` and `like`, got {short_repr(fields)}."
@@ -117,6 +120,7 @@ def _check_fields(name: str, fields: Mapping[str, Any]) -> None:
     for field in fields:
         if field not in valid:
             raise UserError(f"The benchmark `{name}` has no field `{field}`.{closest_match(field, valid)}")
+    _check_own_name(name)
 
 
 @preserved_random_states()
@@ -185,7 +189,9 @@ def own_benchmark(
 
 def _check_own_name(name: str) -> None:
     if name in (DEVELOPMENT, *_load_manager(None, False).all_tasks) or (_LM_EVAL / name).exists():
-        raise UserError(f"An own benchmark must not have the name of a task of lm-eval or the package, got {name!r}.")
+        raise UserError(
+            f"An own benchmark must not have the name of a task of lm-eval or the package, got {name!r}. Choose another name."
+        )
 
 
 def task_of_rows(name: str, like: str, rows: Dataset, **config: Any) -> Task:

@@ -46,3 +46,30 @@ def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> 
     if all(number == 1 for number in numbers):
         return None
     return numbers
+
+
+def describe_listed_depths(gates: Sequence[str | None], depths: Sequence[int] | None) -> str:
+    """Return where K comes from if gates do not fit one of the depths of `eval_num_loops`, with the fix.
+
+    Args:
+        gates: All gates of the evaluation.
+        depths: Depths of `eval_num_loops`, or None if it is not set, for which the text is "".
+    """
+    if not depths:
+        return ""
+    fitting = [str(depth) for depth in depths if _fit(gates, depth)]
+    fix = "Set depths that all `gates` fit."
+    if fitting:
+        fix = f"Add `--eval_num_loops {' '.join(fitting)}`, which all `gates` fit."
+    return f" K is one of `eval_num_loops` ({', '.join(map(str, depths))}), of the recipe or the command. {fix}"
+
+
+def _fit(gates: Sequence[str | None], num_loops: int) -> bool:
+    """Return whether all gates have one number for each of K loops."""
+    try:
+        for text in gates:
+            for expanded in expand_gates([text], num_loops):
+                parse_gates(expanded, num_loops)
+    except UserError:
+        return False
+    return True

@@ -34,7 +34,8 @@ RUN_NAME = r"^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_"
 """Beginning of the `run_name` of a sweep's run, "SWEEP/METHOD/lr_X/seed_S": the sweep, and its name of the method."""
 
 
-_HOW_TO_CONTINUE = "The same `loopdropout sweep` command continues it."
+ACCEPT = "--accept_changed_imports true"
+"""Option of a sweep that counts the results of other imported code."""
 
 
 class SweepRun(NamedTuple):
@@ -196,8 +197,32 @@ def describe_progress(folder: str | Path) -> str:
     if running:
         progress, end = _describe_missing(folder, is_running=True), f"The sweep is running: {running}."
     else:
-        progress, end = _describe_missing(folder), _HOW_TO_CONTINUE
+        progress, end = _describe_missing(folder), _describe_continuation(folder)
     return f"{progress} {end}" if progress else ""
+
+
+def describe_other_code_fix(can_accept: bool) -> str:
+    """Return the ways to go on with runs that keep results of other imported code, whose folders were named before.
+
+    Args:
+        can_accept: Whether `ACCEPT` counts them. Else a file of `--import` is missing.
+    """
+    fix = "Give the missing file by `--import`"
+    if can_accept:
+        fix = f"Count the results with `{ACCEPT}` if the change does not concern them"
+    return (
+        f"{fix}, remove these folders to train them again (their results are lost), restore the code, or give the method "
+        "another name."
+    )
+
+
+def _describe_continuation(folder: str | Path) -> str:
+    """Return how an unfinished sweep goes on. Runs of an earlier `--import` file need a decision of the user first."""
+    others = _chain(read_summary(folder), "other_code")
+    if others:
+        fix = describe_other_code_fix(can_accept=True)
+        return f"{fix} The same `loopdropout sweep` command then continues it."
+    return "The same `loopdropout sweep` command continues it."
 
 
 def _describe_missing(folder: str | Path, is_running: bool = False) -> str:
@@ -240,7 +265,7 @@ def describe_interruption(folder: str | Path) -> str:
     """Return a sentence about a sweep that a signal has stopped: how far it is, or that all of its runs are finished."""
     progress = _describe_missing(folder)
     if progress:
-        return f"{progress} {_HOW_TO_CONTINUE}"
+        return f"{progress} {_describe_continuation(folder)}"
     if not read_summary(folder).get("trainings"):  # it was stopped before its first line
         return "interrupted."
     command = join_command("report", folder)

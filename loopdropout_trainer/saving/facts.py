@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import is_checkpoint, model_path, public_name
-from loopdropout_trainer.gates.texts import expand_gates, parse_gates
+from loopdropout_trainer.gates.texts import describe_listed_depths, expand_gates, parse_gates
 from loopdropout_trainer.results.run_files import read_accepted_imports, read_imports
 from loopdropout_trainer.results.sweep_folder import describe_progress, list_runs
 from loopdropout_trainer.saving import integrity
@@ -111,12 +111,13 @@ class Source:
         """Folder with the results of this adapter or model: the run's, or the checkpoint's own."""
         return self.folder if is_checkpoint(self.folder) else self.run
 
-    def check_run(self, num_loops: int | None = None, *gates: Any) -> None:
+    def check_run(self, num_loops: int | None = None, *gates: Any, listed: Sequence[int] | None = None) -> None:
         """Raise UserError if it does not run at a depth, or there under gates.
 
         Args:
             num_loops: Recurrence depth K. Default: its own.
             *gates: Gates such as "1-0-0-0", "loop 1" or "single_loop". None: unit gates, under which everything runs.
+            listed: Depths of `eval_num_loops`, of which `num_loops` is one. The error about gates names those that they fit.
         """
         if num_loops is not None and self.has_one_depth and num_loops != self.num_loops:
             raise UserError(
@@ -130,7 +131,10 @@ class Source:
             if self.gates == "none":
                 raise UserError(f"`gates` must be left out, because {self.name} has no adapter to gate, got {text!r}.")
             if depth is not None:  # which loading tells for an adapter without its settings
-                parse_gates(expand_gates([text], depth)[0], depth)
+                try:
+                    parse_gates(expand_gates([text], depth)[0], depth)
+                except UserError as error:
+                    raise UserError(f"{error}{describe_listed_depths(gates, listed)}") from None
 
     def check_mergeable(self) -> None:
         """Raise UserError if the update of an adapter differs between loops, so that it cannot be merged."""

@@ -18,11 +18,7 @@ from loopdropout_trainer.results.imported_code import (
     find_other_code,
 )
 from loopdropout_trainer.results.run_files import has_trained, read_used_imports
-from loopdropout_trainer.results.sweep_folder import list_runs, read_summary
-
-
-ACCEPT = "--accept_changed_imports true"
-"""Option of a sweep that counts the results of other imported code."""
+from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_other_code_fix, list_runs, read_summary
 
 
 def has_other_results(folder: Path) -> bool:
@@ -70,13 +66,10 @@ def describe_other_results(sweep: Any) -> str:
     if len(folders) > 1:
         changes = [change.replace("its", "their", 1) for change in changes]
     reason = " and ".join(changes)
-    fix = "Give the missing file by `--import`"
-    if can_accept_other_results(sweep):
-        fix = f"Count the results with `{ACCEPT}` if the change does not concern them"
+    fix = describe_other_code_fix(can_accept_other_results(sweep))
     return (
         f"{count(len(folders), 'run')} cannot be compared with new ones, because {reason}: {', '.join(map(str, folders))}. "
-        f"{fix}, remove these folders to train them again (their results are lost), restore the code, or give the method "
-        "another name."
+        f"{fix}"
     )
 
 

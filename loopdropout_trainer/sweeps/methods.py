@@ -73,15 +73,32 @@ def _check_name(name: Any) -> None:
         )
 
 
+def _check_repetitions(sweep: Any) -> None:
+    """Raise UserError if a sweep has a seed or a learning rate twice, whose trainings would share one folder.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+    """
+    for field in ("seeds", "learning_rates"):
+        seen = set()
+        for value in getattr(sweep, field):
+            name = f"{value:.6g}" if field == "learning_rates" else str(value)  # as in the name of the folder
+            if name in seen:
+                raise UserError(f"`{field}` must have different values, got {name} twice. Remove one of them.")
+            seen.add(name)
+
+
 def check_fields(sweep: Any, methods: dict[str, Any]) -> None:
     """Raise UserError if a setting of a sweep or of one of its methods is not a field of its training script.
 
-    Otherwise a training would name it, after others have been trained. The fields of a user's own script are not known.
+    Otherwise a training would name it, after others have been trained. The fields of a user's own script are not known. A seed
+    or a learning rate that is there twice is an error with any script.
 
     Args:
         sweep: `Sweep` of recipes/sweep.py.
         methods: Definition of each method, from `read_methods`.
     """
+    _check_repetitions(sweep)
     if sweep.script not in TRAININGS:
         return
     places = [("in `settings`", sweep.settings), ("in `measure`", sweep.measure)]

@@ -28,10 +28,10 @@ from loopdropout_trainer.jobs.training_data import (
     load_sweep_examples,
 )
 from loopdropout_trainer.results.run_files import is_of_training, read_own_results
-from loopdropout_trainer.results.sweep_folder import describe_running, is_running
+from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_running, is_running
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.settings.recipe import build_part
-from loopdropout_trainer.sweeps.code import ACCEPT, can_accept_other_results, describe_other_results
+from loopdropout_trainer.sweeps.code import can_accept_other_results, describe_other_results
 from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time
 from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
@@ -321,8 +321,19 @@ def _count_final_runs(sweep: Any, method: str) -> int:
 
 
 def _read_options(recipe: Mapping[str, Any]) -> SFTArguments:
-    """Return the steps after the trainings of a recipe, of which a plan reads the measurements."""
+    """Return the steps after the trainings of a recipe, of which a plan reads the measurements.
+
+    Raises:
+        UserError: If the trainings would refuse the name or the fields of an own benchmark.
+    """
     (options,) = build_part((SFTArguments,), {**recipe, "merge": False})
+    own_benchmarks = options.own_benchmarks or {}
+    named = [name for name in options.benchmarks or () if name in own_benchmarks]
+    if named:
+        from loopdropout_trainer.evaluation.loading import check_own_benchmark  # it loads lm-eval
+
+        for name in named:
+            check_own_benchmark(name, own_benchmarks[name])
     return options
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.sweep_folder import SweepRun, read_summary
+from loopdropout_trainer.sweeps.code import has_other_results
 
 
 CHOOSING, FINAL, MEASURING = "choosing", "final", "measuring"
@@ -30,7 +31,9 @@ def find_kind(sweep: Any, run: SweepRun) -> str:
 
 
 def count_left(sweep: Any) -> dict[str, int]:
-    """Return the number of runs of each kind that are not done and have not failed, also those that wait for a choice.
+    """Return the number of runs of each kind that are not done, also those that wait for a choice.
+
+    Runs that failed, or that keep results of other imported code, are left out, because the sweep does not start them.
 
     Args:
         sweep: `Sweep` of recipes/sweep.py.
@@ -38,10 +41,13 @@ def count_left(sweep: Any) -> dict[str, int]:
     left: Counter[str] = Counter()
     for method in sweep.recipes:
         pending = sweep.pending_of(method)
-        runs = [run for run in pending if run not in sweep.pool.failures]
+        runs = []
+        for run in pending:
+            if run not in sweep.pool.failures and not has_other_results(sweep.folder(run)):
+                runs.append(run)
         left.update(find_kind(sweep, run) for run in runs)
-        has_failed = len(runs) < len(pending)  # then no learning rate can be chosen
-        if runs and not (has_failed or sweep.full_grid) and sweep.choice(method).best is None:
+        lacks_scores = len(runs) < len(pending)  # then no learning rate can be chosen
+        if runs and not (lacks_scores or sweep.full_grid) and sweep.choice(method).best is None:
             left.update({MEASURING: 1, FINAL: len(sweep.seeds) - 1})
     return dict(left)
 

@@ -250,7 +250,7 @@ def test_own_benchmark_scores_answers(replay, tmp_path):
             "`capitals` cannot be loaded: 'question' is undefined, and the columns are country, capital",
         ),
         ({"scorer": None, "like": "gsm_plus"}, "`like` must be a task without examples of another split"),
-        ({"name": "mmlu"}, "must not have the name of a task .* got 'mmlu'"),
+        ({"name": "mmlu"}, "must not have the name of a task .* got 'mmlu'. Choose another name."),
         ({"name": "development"}, "must not have the name of a task .* got 'development'"),
     ],
 )
@@ -385,6 +385,17 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
         SCRIPT.main([*command, "--model_name_or_path", str(saved / "merged")])
     with user_error("`adapter` must give each adapter its own name"):
         SCRIPT.main(words(saved, tmp_path, "--adapter", "a/x", "b/x", **fields))
+
+
+def test_gates_that_do_not_fit_a_listed_depth_name_the_list(saved, tmp_path):
+    command = words(saved, tmp_path, "--adapter", saved / "adapter", "--eval_num_loops", 1, 2, 3)
+    listed = r"K is one of `eval_num_loops` \(1, 2, 3\), of the recipe or the command. "
+    for gates, fix in (
+        (["single_loop", "1-0"], "Add `--eval_num_loops 2`, which all `gates` fit.$"),
+        (["1-0", "1-0-0"], "Set depths that all `gates` fit.$"),
+    ):
+        with user_error(rf"`gates` must have one number for each loop \(K = 1\), .* got '1-0'. {listed}{fix}"):
+            SCRIPT.main([*command, "--gates", *gates])
 
 
 def test_dry_run_says_what_is_measured_and_what_exists(saved, tmp_path, capsys):

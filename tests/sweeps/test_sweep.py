@@ -995,7 +995,10 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
     )
     assert f"\nNext:\n  {command} concern the results\n" in capsys.readouterr().out
     others = "lora/lr_0.01/seed_101, lora/lr_0.02/seed_101"
-    assert f"(of an earlier `--import` file, and not counted: {others})" in describe_progress(lab.out)
+    assert lab.sweep(learning_rates=[0.01, 0.02]).count_left() == {}  # nothing of the method starts before a decision
+    progress = describe_progress(lab.out)
+    assert f"(of an earlier `--import` file, and not counted: {others}). Count the results with `--accept" in progress
+    assert progress.endswith("another name. The same `loopdropout sweep` command then continues it.")
     sweep.main([*words, "--accept_changed_imports", "true"])
     out = capsys.readouterr().out
     assert out.startswith(
@@ -1176,6 +1179,8 @@ def test_sweep_passes_settings_that_can_run_code_as_options(lab):
 
 ERRORS = [
     ({"learning_rates": []}, "`learning_rates` and `seeds` must be set"),
+    ({"seeds": [1, 2, 1]}, "`seeds` must have different values, got 1 twice. Remove one of them."),
+    ({"learning_rates": [1e-3, 0.01, 0.001]}, "`learning_rates` must have different values, got 0.001 twice"),
     ({"script": "sftt"}, "`script` must be sft, dpo or grpo, got 'sftt'. Did you mean 'sft'?"),
     ({"methods": {"x": {"learning_rate": 0.05}}}, "`learning_rate` is set by the sweep"),
     ({"rate_factors": {"lorra": 2.0}}, "Did you mean 'lora'?"),
@@ -1228,6 +1233,15 @@ def test_fields_of_trainings_are_put_under_settings(tmp_path, field, text):
 def test_sweep_rejects_invalid_fields(lab, fields, message):
     with user_error(re.escape(message)):
         lab.sweep(**fields)
+
+
+def test_plan_of_a_sweep_checks_its_own_benchmarks(lab):
+    """As each of its trainings does, which would fail after others."""
+    own = {"files": str(lab.folder / "none.jsonl"), "like": "gsm8k"}
+    lab.sweep(measure={"benchmarks": ["gsm8k"], "own_benchmarks": {"gsm8k": own}})
+    for option in ("--dry_run", "--print_commands"):
+        with user_error("must not have the name of a task .* got 'gsm8k'. Choose another name."):
+            sweep.main([lab.file, option, "true"])
 
 
 @pytest.mark.parametrize(("fields", "message"), [
