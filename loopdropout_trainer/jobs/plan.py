@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loopdropout_trainer.costs.evaluations import add_answers, count_answers, count_own_problems
 from loopdropout_trainer.costs.paper import describe_paper_costs
@@ -37,25 +37,49 @@ if TYPE_CHECKING:
     from loopdropout_trainer.training.config import GateConfig
 
 
+class Start(NamedTuple):
+    """Base model and adapter that trainings start from, as far as a plan knows them.
+
+    Attributes:
+        model: Base model.
+        config: Content of the base model's config.json, or an empty mapping.
+        rank: Rank of the adapter, or None if it is not known.
+        sizes: Sizes of the base model and of the adapter.
+    """
+
+    model: ModelArguments
+    config: Mapping[str, Any]
+    rank: int | None
+    sizes: Sizes
+
+
+def read_start(model: ModelArguments, adapter: AdapterArguments) -> Start:
+    """Return what a plan knows of a model and an adapter. It can ask the Hub, and build the model's modules.
+
+    Raises:
+        UserError: If the adapter does not fit the model.
+    """
+    config, rank = read_config(model), find_rank(adapter)
+    return Start(model, config, rank, find_sizes(model, adapter, config, rank))
+
+
 def read_trainings(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments) -> list[Training]:
-    """Return what the costs of each run depend on."""
-    return [read_training(run.args, run.recipe, model, adapter) for run in runs]
+    """Return what the costs of each run depend on. The model and the adapter are read once for all runs."""
+    start = read_start(model, adapter)
+    return [make_training(run.args, run.recipe, start) for run in runs]
 
 
-def read_training(
-    args: GateConfig, recipe: Mapping[str, Any], model: ModelArguments, adapter: AdapterArguments
-) -> Training:
+def make_training(args: GateConfig, recipe: Mapping[str, Any], start: Start) -> Training:
     """Return what the cost of a training depends on.
 
     Raises:
-        UserError: If the adapter does not fit the model, or the training would refuse the rule or the depths.
+        UserError: If the training would refuse the rule or the depths.
     """
     from loopdropout_trainer.training.rule_checks import check_depths, check_draws
 
     rule = args.make_rule()
     check_draws(rule, runs_several_draws=isinstance(args, LoopDropoutConfig))
-    config, rank = read_config(model), find_rank(adapter)
-    training = Training(args, recipe, model, config, rank, find_sizes(model, adapter, config, rank))
+    training = Training(args, recipe, start.model, start.config, start.rank, start.sizes)
     if training.depth is not None:
         check_depths(args, rule, training.depth, training.sizes.one_depth_type)
     return training

@@ -16,7 +16,8 @@ from loopdropout_trainer.jobs.plan import (
     describe_length,
     describe_measurements,
     describe_step,
-    read_training,
+    make_training,
+    read_start,
 )
 from loopdropout_trainer.jobs.training_data import (
     CONFIGS,
@@ -97,7 +98,7 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
     rates = ", ".join(f"{rate:g}" for rate in sorted(sweep.learning_rates))
     if sweep.extend_grid:
         rates += " (and more at the edge of the grid)"
-    in_recipes = {method: _read_training(sweep, method) for method in sweep.recipes}
+    in_recipes = _read_trainings(sweep)
     sizes = {method: _describe_size(sweep, training) for method, training in in_recipes.items()}
     trainings = count_sweep_examples(examples, in_recipes)  # with the numbers of the loaded examples
     example_lines = {}
@@ -224,17 +225,23 @@ def _describe_costs(sweep: Any, trainings: Mapping[str, Training]) -> dict[str, 
     return {**describe_costs(numbers, whose), "paper": describe_paper_costs(numbers)}
 
 
-def _read_training(sweep: Any, method: str) -> Training:
-    """Return what the cost of a method's training depends on.
+def _read_trainings(sweep: Any) -> dict[str, Training]:
+    """Return what the cost of each method's training depends on, by method. Methods with one model and adapter read it once.
 
     Raises:
-        UserError: If a field of the recipe has a wrong value.
+        UserError: If a field of a recipe has a wrong value.
     """
-    recipe = {**sweep.recipes[method].selecting, "output_dir": sweep.output_dir}
+    trainings, starts = {}, {}
     kinds = (ModelArguments, AdapterArguments, CONFIGS.get(sweep.script, LoopDropoutConfig))
-    # `num_threads` would set the threads of the sweep itself.
-    model, adapter, args = build_part(kinds, {**recipe, "num_threads": None})
-    return read_training(args, recipe, model, adapter)
+    for method, recipes in sweep.recipes.items():
+        recipe = {**recipes.selecting, "output_dir": sweep.output_dir}
+        # `num_threads` would set the threads of the sweep itself.
+        model, adapter, args = build_part(kinds, {**recipe, "num_threads": None})
+        key = repr((model, adapter))
+        if key not in starts:
+            starts[key] = read_start(model, adapter)
+        trainings[method] = make_training(args, recipe, starts[key])
+    return trainings
 
 
 def _describe_measured_time(sweep: Any) -> str:

@@ -10,7 +10,7 @@ from helpers.files import load_script, write_lines
 from helpers.tiny import tiny_hrm
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig, load_tokenizer
 from loopdropout_trainer.costs.trainings import Sizes, Training, describe_costs
-from loopdropout_trainer.jobs.plan import read_training
+from loopdropout_trainer.jobs.plan import make_training, read_start
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments
 
 
@@ -157,11 +157,11 @@ def test_plan_says_why_the_disk_is_not_computed():
 
 
 def test_other_trainers_refuse_several_draws_in_a_plan():
-    model, adapter = ModelArguments(model_name_or_path="tiny-ouro"), AdapterArguments()
+    start = read_start(ModelArguments(model_name_or_path="tiny-ouro"), AdapterArguments())
     for config in (LoopDropoutDPOConfig, LoopDropoutGRPOConfig):
         args = config("run", rule="lora_dropout", bf16=False)
         with user_error("must have one draw for a micro-batch, got 'lora_dropout'"):
-            read_training(args, {}, model, adapter)
+            make_training(args, {}, start)
     with user_error("`precompute_ref_log_probs` must be False"):
         LoopDropoutDPOConfig("run", precompute_ref_log_probs=True, bf16=False)
 
