@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
@@ -172,7 +173,7 @@ def join_text_parts(value: Any, chat_template: Any) -> Any:
         value: Conversation, with the keys of TRL or ShareGPT, or another value.
         chat_template: Text of the chat template, a mapping of several ones, or None. If it reads parts, they are kept.
     """
-    if not isinstance(value, list) or _reads_parts(chat_template):
+    if not isinstance(value, list) or _reads_parts(str(chat_template)):
         return value
     return [_join_parts(turn) if isinstance(turn, dict) else turn for turn in value]
 
@@ -267,12 +268,13 @@ def check_contents(turns: Any, chat_template: Any) -> None:
         if "role" in turn:  # else `check_turns` explains it
             _check_keys(turn, chat_template)
         has_parts = isinstance(turn.get("content"), list | dict)
-        if has_parts and not _reads_parts(chat_template):  # it would write them as Python does
+        if has_parts and not _reads_parts(str(chat_template)):  # it would write them as Python does
             raise UserError(f"{_wrong_turn(turn)} The chat template reads no parts of a content, such as images.")
 
 
-def _reads_parts(chat_template: Any) -> bool:
-    return re.search(r"is (not )?(string|iterable|sequence)|\btype\b", str(chat_template)) is not None
+@cache  # each conversation of a dataset asks, and a search takes longer than its other checks
+def _reads_parts(chat_template: str) -> bool:
+    return re.search(r"is (not )?(string|iterable|sequence)|\btype\b", chat_template) is not None
 
 
 _BESIDE_CONTENT = ("role", "content", "name", "id", "tool_call_id")
