@@ -375,14 +375,18 @@ def check_answer(name: str, turns: Any) -> None:
 
 
 def has_text(name: str, target: Any) -> bool:
-    """Return whether a column has a text to train on: a text itself, or the assistant's turns of a conversation."""
-    turns = to_messages(target)
-    check_turns(name, turns)
+    """Return whether a column has a text to train on: a text itself, or the assistant's turns of a conversation.
+
+    Args:
+        name: Name of the column.
+        target: Its value, a conversation with TRL's keys or another value.
+    """
+    check_turns(name, target)
     if isinstance(target, str):
         return bool(target.strip())
     if not isinstance(target, list):
         return False
-    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    answers = [turn for turn in target if turn["role"] == "assistant"]
     return any(turn.get("tool_calls") or _has_content(turn) for turn in answers)
 
 

@@ -186,15 +186,15 @@ def _read_row(row: Row, args: DataArguments, chat_template: Any) -> Row:
 def _has_texts(row: Row, args: DataArguments, columns: Sequence[str], chat_template: Any) -> bool:
     """Return whether a row has all columns, and text in those to train on. Raise UserError for wrong turns."""
     row = _read_row(row, args, chat_template)
+    example = {name: to_messages(row[name]) for name in columns}
     # A mistake in the turns of any column is an error, also if the row has no text in another one.
-    for name in columns:
-        turns = to_messages(row[name])
-        check_roles(turns, chat_template)
-        check_contents(turns, chat_template)
-    for name in columns:
-        if row[name] is None:
+    for value in example.values():
+        check_roles(value, chat_template)
+        check_contents(value, chat_template)
+    for name, value in example.items():
+        if value is None:
             return False
-        if name in TARGETS and not has_text(name, row[name]):
+        if name in TARGETS and not has_text(name, value):
             return False
     return True
 
