@@ -88,11 +88,13 @@ def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], re
     checked = {}
     for title, dataset in name_datasets(arguments):
         checked[title] = dataset
-        columns = find_columns(read_first(dataset), formats)
+        example = read_first(dataset)
+        columns = find_columns(example, formats)
         if columns and isinstance(dataset, Dataset):
             checked[title] = _check_dataset(title, dataset, columns, reader)
         elif columns and isinstance(dataset, IterableDataset):
-            checked[title] = _check_stream(title, dataset, columns, reader)
+            first = {name: example[name] for name in columns}
+            checked[title] = _check_stream(title, dataset, first, reader)
     for argument in DATASETS:
         if f"`{argument}`" in checked:
             arguments[argument] = checked[f"`{argument}`"]
@@ -144,15 +146,23 @@ def _warn_of_empty(empty: Sequence[int], num_rows: int, title: str, columns: Seq
         )
 
 
-def _check_stream(title: str, dataset: IterableDataset, columns: Sequence[str], reader: RowReader) -> IterableDataset:
-    """Return a stream that checks each row as it passes, with conversations in TRL's spelling."""
+def _check_stream(
+    title: str, dataset: IterableDataset, first: Mapping[str, Any], reader: RowReader
+) -> IterableDataset:
+    """Return a stream that checks each row as it passes, with conversations in TRL's spelling.
+
+    Args:
+        title: Name of the stream.
+        dataset: The stream.
+        first: First row with the columns that TRL makes tokens of. A stream takes long to read it again.
+        reader: How the training reads rows.
+    """
 
     def check(row: dict[str, Any], index: int) -> dict[str, Any]:
-        own = {name: row[name] for name in columns}
+        own = {name: row[name] for name in first}
         return reader.check(own, f"row {index + 1:,} of {title}")
 
-    first = {name: read_first(dataset)[name] for name in columns}
     features = dataset.features
     if reader.write(first) != first:  # so that the types of columns change
         features = None
-    return dataset.map(check, with_indices=True, remove_columns=list(columns), features=features)
+    return dataset.map(check, with_indices=True, remove_columns=list(first), features=features)
