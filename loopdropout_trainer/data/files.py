@@ -34,15 +34,17 @@ def load_rows(source: DataSource) -> Dataset:
     """
     from datasets.exceptions import DatasetsError
 
+    files = []
     if source.files:
         check_files(source.files)
-        _check_one_kind(expand_patterns(source.files))
+        files = expand_patterns(source.files)
+        _check_one_kind(files)
     try:
-        rows = read_files(source.files, source.split) if source.files else _read_dataset(source)
+        rows = read_files(files, source.split) if files else _read_dataset(source)
     except UserError:
         raise
     except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one from an empty JSON file
-        raise _explain_load_error(source, error) from None
+        raise _explain_load_error(source, files, error) from None
     if source.columns is None:
         return rows
     missing = {*source.columns} - {*rows.column_names}
@@ -53,9 +55,8 @@ def load_rows(source: DataSource) -> Dataset:
     return rows.select_columns(source.columns)
 
 
-def _explain_load_error(source: DataSource, error: Exception) -> UserError:
-    """Return the error about a source that `datasets` cannot load, which names the fault in the files."""
-    files = expand_patterns(source.files)
+def _explain_load_error(source: DataSource, files: Sequence[str], error: Exception) -> UserError:
+    """Return the error about a source that `datasets` cannot load, which names the fault in its files."""
     if len(files) > 1:
         _check_one_schema(source, files)
     empty = [file for file in files if Path(file).is_file() and not Path(file).stat().st_size]
