@@ -119,7 +119,6 @@ class GateConfig:
             return made
 
     def __post_init__(self):
-        self._take_numbers()
         self._take_rule()
         if self.output_dir is not None:
             as_path("output_dir", self.output_dir)
@@ -142,7 +141,10 @@ class GateConfig:
         self._made = {own.name: getattr(self, own.name) for own in dataclasses.fields(self)}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field. A name that people mistake for a field's raises UserError later too, since it would have no effect."""
+        """Set a field, to Python's numbers and lists instead of those of numpy and torch.
+
+        A name that people mistake for a field's raises UserError later too, since it would have no effect.
+        """
         is_made = "_made" in vars(self)
         if is_made and is_usual_name(name) and not hasattr(self, name):
             raise UserError(f"`{name}` is not a field of {type(self).__name__}.{_hint(name, value, vars(self))}")
@@ -150,16 +152,10 @@ class GateConfig:
             meant = difflib.get_close_matches(name, vars(self), n=1, cutoff=0.85)
             if meant:
                 raise UserError(f"`{name}` is not a field of {type(self).__name__}. Did you mean {meant[0]!r}?")
-        if is_made and hasattr(value, "tolist"):
+        is_field = name in self.__dataclass_fields__
+        if is_field and hasattr(value, "tolist"):  # numbers of numpy and torch, which JSON and YAML do not know
             value = value.tolist()
         super().__setattr__(name, value)
-
-    def _take_numbers(self) -> None:
-        """Make Python's numbers and lists of those of numpy and torch, which JSON and YAML do not know."""
-        for own in dataclasses.fields(self):
-            value = getattr(self, own.name)
-            if hasattr(value, "tolist"):
-                setattr(self, own.name, value.tolist())
 
     def _take_rule(self) -> None:
         """Take the name and the fields of a rule, as a recipe has them, if `rule` is a rule or its class."""

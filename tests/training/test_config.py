@@ -92,6 +92,8 @@ def test_wrong_field_that_is_set_later_raises(config, name, value, message):
     args.p = torch.tensor(0.25)
     assert args.p == 0.25 and type(args.p) is float
     args.note = "an attribute of the user"
+    args.class_weights = torch.ones(2)
+    assert torch.is_tensor(args.class_weights)  # not a field, which is saved as JSON
     assert copy.deepcopy(args).p == 0.25
 
 
