@@ -148,6 +148,11 @@ def enumerate_columns(columns: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def to_trl_name(column: str) -> str:
+    """Return TRL's name of a column, which is `messages` for ShareGPT's `conversations`."""
+    return "messages" if column == "conversations" else column
+
+
 def to_messages(value: Any) -> Any:
     """Rename the keys and roles of ShareGPT conversations, and make texts of numbers. Return other values unchanged."""
     turns = rename_keys(value)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.arithmetic import add_mistake
-from loopdropout_trainer.data.formats import find_format, to_messages
+from loopdropout_trainer.data.formats import find_format, to_messages, to_trl_name
 from loopdropout_trainer.data.holding_out import (
     Indices,
     draw_random,
@@ -116,8 +116,7 @@ def make_own_example(row: Row, args: DataArguments) -> Example:
         return identity, make_pair(row, row["completion"], args)
     example = {}
     for name in find_columns(args, row):
-        trl_name = "messages" if name == "conversations" else name
-        example[trl_name] = to_messages(row[name])
+        example[to_trl_name(name)] = to_messages(row[name])
     if "tools" in row:
         example["tools"] = row["tools"] or None
     if "chat_template_kwargs" in row:

@@ -22,15 +22,13 @@ from loopdropout_trainer.data.formats import (
     has_text,
     join_text_parts,
     to_messages,
+    to_trl_name,
 )
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.training.examples import DATASETS, find_columns, name_datasets, read_first
 
 
 logger = logging.get_logger(__name__)
-
-_NAMES = {"conversations": "messages"}
-"""TRL's names of columns in other formats."""
 
 
 class RowReader(NamedTuple):
@@ -48,7 +46,7 @@ class RowReader(NamedTuple):
         """Return the columns that TRL makes tokens of, with conversations as the chat template reads them."""
         example = {}
         for name, value in row.items():
-            example[_NAMES.get(name, name)] = to_messages(join_text_parts(value, self.chat_template))
+            example[to_trl_name(name)] = to_messages(join_text_parts(value, self.chat_template))
         return example
 
     def check(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -119,7 +117,7 @@ def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], reader:
     # `Json` keeps each value as it is.
     types = {name: feature for name, feature in dataset.features.items() if name not in columns}
     for name in columns:
-        types[_NAMES.get(name, name)] = Json() if isinstance(rows[0][name], list) else dataset.features[name]
+        types[to_trl_name(name)] = Json() if isinstance(rows[0][name], list) else dataset.features[name]
 
     def write(row: Mapping[str, Any]) -> dict[str, Any]:
         return reader.write({name: row[name] for name in columns})
