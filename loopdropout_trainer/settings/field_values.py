@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 from loopdropout_trainer.errors import UserError, check_type, describe_type, short_repr
 from loopdropout_trainer.settings.field_hints import HOW_TO_COMPARE
-from loopdropout_trainer.settings.fields import check_choice, check_value, single_types
+from loopdropout_trainer.settings.fields import check_choice, check_value, items_of, single_types
 from loopdropout_trainer.settings.read_yaml import read_yaml
 
 
@@ -81,11 +81,6 @@ def _find_choices(field: dataclasses.Field, hint: Any) -> Collection[Any]:
         if isinstance(kind, type) and issubclass(kind, Enum):
             values += [member.value for member in kind]
     return values
-
-
-def items_of(value: Any) -> list[Any]:
-    """Return the items of a field's value."""
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def option_value(name: str, words: Sequence[str], hint: Any, first_words: str) -> Any:

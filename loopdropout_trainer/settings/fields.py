@@ -76,13 +76,17 @@ def single_types(hint: Any) -> set[Any]:
     return {None if hint is type(None) else hint}
 
 
+def items_of(value: Any) -> list[Any]:
+    """Return the items of a field's value."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raise UserError unless the value of a field, or each item of a list, is one of the field's choices, if it has any."""
     choices = [choice for choice in choices if choice]
     if not choices:
         return
-    items = value if isinstance(value, list | tuple) else [value]
-    for item in items:
+    for item in items_of(value):
         if item is not None and item not in choices:
             matches = closest_match(item, choices)
             raise UserError(f"`{name}` must be one of {', '.join(choices)}, got {short_repr(item)}.{matches}")
@@ -103,8 +107,7 @@ def check_value(own: Field, value: Any, hint: Any) -> None:
         raise UserError(
             f"`{own.name}` must be {bounds}, or {' or '.join(metadata['words'])}, got {short_repr(value)}."
         )
-    items = value if isinstance(value, list | tuple) else [value]
-    for item in items:
+    for item in items_of(value):
         if isinstance(item, Real) and not isinstance(item, bool):
             _check_number(own.name, item, bounds, only_integers)
         if isinstance(item, str) and (problem := find_unusable(item)):

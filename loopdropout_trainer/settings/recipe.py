@@ -23,7 +23,8 @@ import yaml
 from loopdropout_trainer.errors import UserError, closest_match, hide_secrets
 from loopdropout_trainer.files import check_links, recipe_hint, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.settings.field_hints import InnerFields, field_hint
-from loopdropout_trainer.settings.field_values import is_optional, items_of, option_value, read_value
+from loopdropout_trainer.settings.field_values import is_optional, option_value, read_value
+from loopdropout_trainer.settings.fields import items_of
 from loopdropout_trainer.settings.help import print_help
 from loopdropout_trainer.settings.library_fields import unsafe_names
 from loopdropout_trainer.settings.read_yaml import read_yaml_file
