@@ -125,18 +125,18 @@ def describe_loaded(
         args: Settings of the first training.
         trainings: The trainings of the job.
     """
-    counted = [add_counts(training, loaded) for training in trainings]
+    num_rows = count_rows(loaded, args)  # the same for all trainings, of which only the rules differ
+    counted = [add_counts(training, loaded, num_rows) for training in trainings]
     costs = describe_costs([(training, 1) for training in counted], name_trainings(len(counted)))
     return {
-        "examples": "\n".join(list_examples(loaded, counted[0].num_rows, data, args)),
+        "examples": "\n".join(list_examples(loaded, num_rows, data, args)),
         "left out": "\n".join(map(str, left_out)),
         **costs,
     }
 
 
-def add_counts(training: Training, loaded: LoadedExamples) -> Training:
-    """Return a training with the numbers of its rows and tokens, which are known after its examples are loaded."""
-    num_rows = count_rows(loaded, training.args)
+def add_counts(training: Training, loaded: LoadedExamples, num_rows: int) -> Training:
+    """Return a training with the numbers of its rows (`count_rows`) and tokens, which its loaded examples tell."""
     return training._replace(num_rows=num_rows, num_tokens=count_tokens(loaded, num_rows, training))
 
 

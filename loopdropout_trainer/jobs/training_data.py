@@ -21,7 +21,7 @@ from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.errors import UserError, is_unreachable
 from loopdropout_trainer.files import model_path
-from loopdropout_trainer.jobs.example_plan import add_counts, list_examples
+from loopdropout_trainer.jobs.example_plan import add_counts, count_rows, list_examples
 from loopdropout_trainer.saving.hub import can_reach_hub, means_folder
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.recipe import build_part
@@ -176,7 +176,8 @@ def count_sweep_examples(
     counted = dict(trainings)
     for method, own in examples.items():
         if isinstance(own, SweepExamples):
-            counted[method] = add_counts(trainings[method], own.loaded)
+            num_rows = count_rows(own.loaded, trainings[method].args)
+            counted[method] = add_counts(trainings[method], own.loaded, num_rows)
     return counted
 
 
