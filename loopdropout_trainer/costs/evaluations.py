@@ -94,12 +94,20 @@ def _count_task(name: str, options: ScriptArguments, recipe: Mapping[str, Any]) 
 
 def count_own_problems(options: ScriptArguments) -> dict[str, int]:
     """Return the number of problems that are evaluated of each own benchmark whose files are on this computer."""
-    numbers = {}
+    own_benchmarks, numbers = options.own_benchmarks or {}, {}
     for name in options.benchmarks or ():
-        number = _count_rows((options.own_benchmarks or {}).get(name))
+        number = _count_problems(own_benchmarks.get(name), options.benchmark_limit)
         if number is not None:
-            numbers[name] = min(number, options.benchmark_limit or number)
+            numbers[name] = number
     return numbers
+
+
+def _count_problems(fields: Any, limit: int | None) -> int | None:
+    """Return the number of problems of an own benchmark that are evaluated, or None if only the evaluation knows it."""
+    number = _count_rows(fields)
+    if number is None or limit is None:
+        return number
+    return min(number, limit)
 
 
 def _count_rows(fields: Any) -> int | None:
@@ -118,15 +126,13 @@ def _count_rows(fields: Any) -> int | None:
 
 def _find_own_task(fields: Any, limit: int | None) -> PublishedTask | None:
     """Return the size of an own benchmark by its fields, or None if it is not known before the evaluation."""
-    number = _count_rows(fields)
-    if number is not None and limit is not None:
-        limit = min(limit, number)
-    elif number is not None:
-        limit = number
-    if not isinstance(fields, Mapping) or limit is None:
+    number = _count_problems(fields, limit)
+    if number is None:
+        number = limit  # the largest number
+    if not isinstance(fields, Mapping) or number is None:
         return None
     like = PUBLISHED_TASKS.get(str(fields.get("like")))
     length = fields.get("max_new_tokens")
     if length is None:
         length = like.max_new_tokens if like else DEFAULT_MAX_NEW_TOKENS
-    return PublishedTask(limit, length) if isinstance(length, int) else None
+    return PublishedTask(number, length) if isinstance(length, int) else None
