@@ -280,7 +280,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     path = Path(folder).resolve()
     path.mkdir(parents=True, exist_ok=True)
     check_links(path)
-    lock = FileLock(lock_path(path, "folder"), timeout=1, thread_local=False, is_singleton=True)
+    lock = _make_lock(path, "folder", timeout=1, thread_local=False, is_singleton=True)
     try:
         acquired = _acquire(lock)
     except Timeout:
@@ -294,15 +294,20 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
 @contextmanager
 def lock_file(path: Path) -> Iterator[None]:
     """Let one process at a time read a file and replace it by `write_file`. The others wait."""
-    with _acquire(FileLock(lock_path(path.parent, path.name))):
+    with _acquire(_make_lock(path.parent, path.name)):
         yield
 
 
 def lock_path(folder: Path, name: str) -> Path:
     """Return the path of a lock in a folder, inside its `.cache/huggingface`, which uploads to the Hub leave out."""
-    locks = folder / ".cache" / "huggingface" / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    return locks / f"{name}.lock"
+    return folder / ".cache" / "huggingface" / "locks" / f"{name}.lock"
+
+
+def _make_lock(folder: Path, name: str, **options: Any) -> BaseFileLock:
+    """Return a lock in a folder, whose `lock_path` is made. `options`: those of `FileLock`."""
+    path = lock_path(folder, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(path, **options)
 
 
 def _acquire(lock: BaseFileLock) -> AbstractContextManager:

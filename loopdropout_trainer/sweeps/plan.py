@@ -158,8 +158,7 @@ def print_commands(sweep: Any) -> None:
 
 def _find_running(sweep: Any) -> list[str]:
     """Return the names of the runs that other processes train or measure now."""
-    runs = [run for run in sweep.pending() if sweep.folder(run).is_dir()]  # to look for a lock makes the folder
-    return [run.name for run in runs if is_running(sweep.folder(run))]
+    return [run.name for run in sweep.pending() if is_running(sweep.folder(run))]
 
 
 def _check_trainings(sweep: Any) -> None:

@@ -1146,6 +1146,7 @@ def test_commands_leave_out_runs_that_other_processes_train(lab, capsys):
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1 and f"out/{third.name} " in printed.out.replace("/sweep_recipe.yaml", " ")
     assert printed.err == f"2 runs without a command, being trained now: {first.name}, {second.name}\n"
+    assert [path.name for path in (lab.out / first.name).iterdir()] == ["sweep.lock"]  # looking for a lock makes none
     with lock_folder(lab.out / second.name):
         sweep.main([*words[:-2], "--dry_run", "true"])
     assert "\nrunning         1 run is being trained or measured now\n" in capsys.readouterr().out
