@@ -23,7 +23,6 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -302,16 +301,16 @@ class Sweep:
         Raises:
             UserError: If two runs in a row fail with the same message.
         """
-        self.save_progress({})
+        self.save_progress()
         other_results = describe_other_results(self)
         if other_results:
             print(f"The sweep trains the other runs. {other_results}", flush=True)
         self.pool.train_all()
 
-    def save_progress(self, run_seconds: Mapping[str, float]) -> None:
+    def save_progress(self) -> None:
         """Write the chosen learning rates, the number of trainings, and which finished, failed or wait, to `summary.json`.
 
-        Also the mean seconds of a run of each kind that has ended since the start. Those of other kinds stay.
+        Also the mean seconds of a run of each kind.
         """
         choices = {} if self.full_grid else {method: self.choice(method)._asdict() for method in self.recipes}
         choices |= find_kept_choices(self)
@@ -325,7 +324,6 @@ class Sweep:
         for run in [*self.pool.failures]:  # a copy, because other workers can add a failure
             if not self.is_done(run):  # another machine may have trained it since
                 failed[run.method].append(run.name)
-        means = dict.fromkeys(self.recipes, {**self.means(), **run_seconds})
         update_summary(
             self.output_dir,
             choices=choices,
@@ -336,7 +334,7 @@ class Sweep:
             failed=failed,
             waiting=waiting,
             other_code=name_other_results(self),
-            run_seconds=means,
+            run_seconds=dict.fromkeys(self.recipes, self.means()),
         )
 
     def describe_fix(self) -> str:

@@ -42,7 +42,7 @@ def print_summary(sweep: Any) -> None:
     num_ended, _ = sweep.count()
     if num_ended == 0 and not find_other_results(sweep):
         return
-    sweep.save_progress({})
+    sweep.save_progress()
     results = load_results(sweep.output_dir)
     for folder in find_incomparable(sweep):
         results = results[~results["folder"].map(lambda name, run=folder: Path(name).is_relative_to(run))]

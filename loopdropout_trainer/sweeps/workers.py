@@ -16,7 +16,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import cycle, islice
 from pathlib import Path
@@ -71,8 +71,8 @@ class Runs(Protocol):
     def means(self) -> dict[str, float]:
         """Return the mean seconds of a run of each kind that has ended, since the start of the sweep or before."""
 
-    def save_progress(self, run_seconds: Mapping[str, float]) -> None:
-        """Write how far the sweep is, and the mean seconds of a run of each kind that has ended since its start."""
+    def save_progress(self) -> None:
+        """Write how far the sweep is, and the mean seconds of a run of each kind."""
 
     def describe_fix(self) -> str:
         """Return how the sweep goes on after a failure."""
@@ -98,10 +98,8 @@ class Workers:
         self.failures: dict[Any, str] = {}  # sentences about the runs that failed, which are not tried again
         self.last_message: str | None = None  # of the last run that ended, if it failed
         self.times = RunTimes()  # of the runs that have ended here
-        self.done_before, self.num_ended = (
-            0,
-            0,
-        )  # number of runs that were done before `train_all`, and that it has ended
+        self.done_before = 0  # number of runs that were done before `train_all`
+        self.num_ended = 0  # number of runs that `train_all` has ended
 
     def train_all(self) -> None:
         """Train all runs that are not done. If a run fails, the others go on, and `failures` has a sentence about it.
@@ -183,7 +181,7 @@ class Workers:
                     self.times.add(kind, seconds)
             if self.runs.is_done(run) or self.stopped.is_set():
                 self.last_message = None
-                self.runs.save_progress(self.times.means())
+                self.runs.save_progress()
                 print(self._describe_end(run, was_trained), flush=True)
             else:
                 self._record_failure(run, status, path, log_start)
@@ -209,7 +207,7 @@ class Workers:
         else:
             cause = f"ended with exit code {status}: {message}"
         self.failures[run] = f"{run.name} {cause} (log: {log})"
-        self.runs.save_progress(self.times.means())
+        self.runs.save_progress()
         # Messages of two runs can be compared without their folders, and without numbers such as free memory or a process.
         message = re.sub(r"\d[\d.,]*", "0", message.replace(str(log.parent), ""))
         if message == self.last_message:

@@ -438,7 +438,9 @@ def test_time_left_has_the_mean_of_each_kind_of_run(lab):
 def test_continued_sweep_has_the_times_of_its_plan(lab, capsys):
     """A start of a sweep begins with the mean times of the start before it."""
     made = lab.sweep()
-    made.save_progress({"choosing": 100, "final": 1000, "measuring": 500})
+    for kind, seconds in {"choosing": 100, "final": 1000, "measuring": 500}.items():
+        made.pool.times.add(kind, seconds)
+    made.save_progress()
     first, *_ = made.pending()
     made = lab.sweep()
     made.pool._train_unless_locked(first, {})  # it takes about 0 s
@@ -776,8 +778,11 @@ def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
     out = capsys.readouterr().out
     assert f"{done}{indent}measured: 0:01:00 on average for a training without its start and evaluation\n" in out
     assert "not computed" not in out and HOW_TO_TIME not in out
-    made.save_progress({"choosing": 100})
-    made.save_progress({"final": 1000})
+    made.pool.times.add("choosing", 100)
+    made.save_progress()
+    made = lab.sweep()  # another start, which keeps the times of the other kinds
+    made.pool.times.add("final", 1000)
+    made.save_progress()
     sweep.main([*words, "1"])
     left = ", about 0:20:00 left, not counting measurements (none has ended yet)"
     means = "measured on average, with the start of a run: 0:01:40 for a run that chooses a learning rate, 0:16:40 for a final"
