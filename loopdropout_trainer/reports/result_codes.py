@@ -12,6 +12,7 @@ import pandas as pd
 
 from loopdropout_trainer.results.imported_code import code_of
 from loopdropout_trainer.results.run_files import is_of_base, read_run
+from loopdropout_trainer.results.sweep_folder import ACCEPT
 
 
 def number_codes(results: pd.DataFrame) -> pd.Series:
@@ -61,7 +62,7 @@ def describe_codes(results: pd.DataFrame) -> list[str]:
             places.append(f"without a code, because `imports` is missing in `run.json`: {_name_runs(unknown)}")
         fix = "Train the runs of one code again."
         if own["sweep"].notna().any():
-            fix += " If the change does not concern them, the sweep counts them by `--accept_changed_imports true`."
+            fix += f" If the change does not concern them, the sweep counts them by `{ACCEPT}`."
         sentences.append(
             f"A file of `--import` changed between the trainings of {method}, so their results have no common mean "
             f"({'; '.join(places)}). {fix}"
