@@ -193,12 +193,13 @@ def describe_choices(folder: str | Path) -> list[str]:
 
 def describe_progress(folder: str | Path) -> str:
     """Return sentences about an unfinished sweep, or "" for a finished one and for a folder without a summary."""
-    running = describe_running(sum(is_running(run) for run in list_runs(folder)))
-    if running:
-        progress, end = _describe_missing(folder, is_running=True), f"The sweep is running: {running}."
-    else:
-        progress, end = _describe_missing(folder), _describe_continuation(folder)
-    return f"{progress} {end}" if progress else ""
+    num_running = sum(is_running(run) for run in list_runs(folder))
+    progress = _describe_missing(folder, counts_soon=num_running > 0)
+    if not progress:
+        return ""
+    if num_running:
+        return f"{progress} The sweep is running: {describe_running(num_running)}."
+    return f"{progress} {_describe_continuation(folder)}"
 
 
 def describe_other_code_fix(can_accept: bool) -> str:
@@ -225,12 +226,12 @@ def _describe_continuation(folder: str | Path) -> str:
     return "The same `loopdropout sweep` command continues it."
 
 
-def _describe_missing(folder: str | Path, is_running: bool = False) -> str:
+def _describe_missing(folder: str | Path, counts_soon: bool = False) -> str:
     """Return a sentence about the trainings of an unfinished sweep, or "" for a finished one or without a summary.
 
     Args:
         folder: Folder of the sweep.
-        is_running: Whether it is running, so that it counts all trainings that have ended soon.
+        counts_soon: Whether the sweep is running, so that it soon counts all trainings that have ended.
     """
     summary = read_summary(folder)
     trainings, finished = summary.get("trainings", {}), summary.get("finished", {})
@@ -242,7 +243,7 @@ def _describe_missing(folder: str | Path, is_running: bool = False) -> str:
     num_ended = sum(ended for ended, _ in trainings.values()) + len(uncounted)
     total = sum(number for _, number in trainings.values())
     missing = ""
-    if uncounted and not is_running:
+    if uncounted and not counts_soon:
         missing = f", with {', '.join(uncounted)}, which the sweep has not counted yet"
     elif num_ended == total:
         missing = ", but measurements are missing"
