@@ -58,6 +58,7 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
             f"{num_ended} of {count(total, 'training')} have ended. `--dry_run true` prints the plan."
         )
         return
+    plan["running"] = describe_running(len(running))
     if command is not None:  # else the sweep prints it before its first training
         plan["other code"] = describe_other_results(sweep)
     print(plan.pop("trainings"))
@@ -124,7 +125,6 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
         "evaluation": _by_method(_describe_evaluations(sweep)),
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
         "done": _describe_done(sweep, num_ended, total, measured),
-        "running": describe_running(len(_find_running(sweep))),
     }
 
 
