@@ -1,6 +1,6 @@
 """The command `loopdropout`, which runs the scripts of the recipes folder from any folder.
 
-    loopdropout sft quickstart.yaml --seed 1
+    loopdropout sft quickstart.yaml --seed 1 --output_dir outputs/quickstart_1
     loopdropout recipes
     loopdropout recipes gsm8k sweep
 

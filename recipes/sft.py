@@ -1,7 +1,8 @@
 """Fine-tune a looped language model with Loop Dropout or another rule.
 
     loopdropout sft quickstart.yaml
-    loopdropout sft gsm8k.yaml --learning_rate 2e-4 --seed 102
+    loopdropout sft gsm8k.yaml --learning_rate 2e-4 --seed 102 \\
+        --output_dir outputs/gsm8k_102
     loopdropout sft gsm8k.yaml --dry_run true
     accelerate launch recipes/sft.py recipes/gsm8k.yaml
 

@@ -1,6 +1,7 @@
 """A rule of your own: at most one loop of each example is off.
 
-    loopdropout sft quickstart.yaml --import recipes/examples/drop_one_loop.py --rule drop_one_loop
+    loopdropout sft quickstart.yaml --import recipes/examples/drop_one_loop.py --rule drop_one_loop \\
+        --output_dir outputs/own_rule
 
 docs/extending.md explains it.
 """

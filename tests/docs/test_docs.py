@@ -20,6 +20,7 @@ from trl import SFTConfig
 import loopdropout_trainer
 from helpers.files import ROOT, write_lines
 from helpers.processes import Program, python
+from loopdropout_trainer.files import recipes_folder
 from loopdropout_trainer.looped import FAMILIES, SUPPORTED
 from loopdropout_trainer.settings.recipe import load_recipe
 from loopdropout_trainer.training.config import (
@@ -307,6 +308,31 @@ def test_commands_are_run_or_left_out_for_a_reason(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     outputs = [*code(ROOT / name, ""), *re.findall(r"(?<=\n\n)(?: {4}.*\n)+", CODE.sub("", text))]
     assert re.findall(r"^ *(?:loopdropout|python|accelerate|pip) .*", "".join(outputs), re.MULTILINE) == []
+
+
+def read_trainings(text):
+    """Yield the folder and the other settings of each command in a text that trains a recipe of the package."""
+    text = re.sub(r"\\+\n", " ", text)  # docstrings have two backslashes
+    for recipe, rest in re.findall(r"loopdropout (?:sft|dpo|grpo) (\S+\.yaml)([^\n`#]*)", text):
+        if not (recipes_folder() / recipe).is_file():
+            continue
+        settings = {}
+        for option in rest.split("--")[1:]:
+            name, *values = option.split()
+            settings[name] = values
+        folder = " ".join(settings.pop("output_dir", [load_recipe(recipe)["output_dir"]]))
+        for name in ("dry_run", "preview", "resume_from_checkpoint"):  # the same training
+            settings.pop(name, None)
+        yield folder, settings
+
+
+def test_commands_of_a_page_train_other_settings_in_other_folders():
+    """A reader runs the commands of a page one after the other, after the quickstart. A folder takes one training."""
+    pages = [ROOT / name for name in NAMES]
+    for path in [*pages, *(ROOT / "recipes").rglob("*.py"), ROOT / "loopdropout_trainer/cli.py"]:
+        settings_of = {"outputs/quickstart": {}}
+        for folder, settings in read_trainings(path.read_text(encoding="utf-8")):
+            assert settings_of.setdefault(folder, settings) == settings, f"{path}: {folder} has another training."
 
 
 @pytest.mark.build
