@@ -99,9 +99,8 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
     rates = ", ".join(f"{rate:g}" for rate in sorted(sweep.learning_rates))
     if sweep.extend_grid:
         rates += " (and more at the edge of the grid)"
-    in_recipes = _read_trainings(sweep)
-    sizes = {method: _describe_size(sweep, training) for method, training in in_recipes.items()}
-    trainings = count_sweep_examples(examples, in_recipes)  # with the numbers of the loaded examples
+    trainings = count_sweep_examples(examples, _read_trainings(sweep))  # with the numbers of the loaded examples
+    sizes = {method: _describe_size(sweep, training) for method, training in trainings.items()}
     example_lines = {}
     if examples:
         for title, texts in describe_sweep_examples(examples, trainings).items():
