@@ -131,21 +131,20 @@ def recipe_hint(name: str, others: Iterable[str] = ()) -> str:
     The name may lack the folder of the recipe or its ending, or be the name of a folder.
     """
     stem = name.removeprefix("recipes/").rstrip("/").removesuffix(".yaml")
-    recipes, same = recipe_names(), find_recipes_of_name(f"{stem}.yaml")
-    if f"{stem}.yaml" in recipes:
-        return f" Did you mean {f'{stem}.yaml'!r}?"
+    file = f"{stem}.yaml"
+    recipes, same = recipe_names(), find_recipes_of_name(file)
+    if file in recipes:
+        return f" Did you mean {file!r}?"
     if len(same) == 1:
         return f" Did you mean {same[0]!r}?"
     if same:
-        return f" `loopdropout recipes {stem}.yaml` lists the recipes of this name."
+        return f" `loopdropout recipes {file}` lists the recipes of this name."
     folders = {Path(recipe).parent.as_posix() for recipe in recipes if "/" in recipe}
     folders -= {recipe.removesuffix(".yaml") for recipe in recipes}  # a misspelled name then means the recipe
     matches = difflib.get_close_matches(stem, sorted(folders), n=1, cutoff=0.75)
     if matches:
         return f" Did you mean the folder {matches[0]!r}? `loopdropout recipes {matches[0]}` lists its recipes."
-    hint = closest_match(
-        f"{stem}.yaml", [*others, *recipes], cutoff=0.75
-    )  # all of them are similar, because of `.yaml`
+    hint = closest_match(file, [*others, *recipes], cutoff=0.75)  # all of them are similar, because of `.yaml`
     if hint:
         return hint
     stems = {Path(recipe).stem for recipe in recipes}
