@@ -13,6 +13,7 @@ from loopdropout_trainer.results.run_files import (
     RUN_FILE,
     is_of_base,
     read_needed_imports,
+    read_recipe,
     recipe_path,
 )
 from loopdropout_trainer.settings.read_yaml import read_yaml_file
@@ -56,7 +57,7 @@ def _command_for_base(run: str, depths: Iterable[float]) -> str:
     """
     path = recipe_path(run)
     words = ["evaluate", str(path), "none", "--eval_num_loops", *(f"{depth:g}" for depth in sorted(set(depths)))]
-    folder = read_yaml_file(path, f"The recipe of {run}").get("output_dir") if path.is_file() else None
+    folder = read_recipe(run).get("output_dir")
     if folder is not None and Path(folder).resolve() != Path(run).resolve():
         words += ["--output_dir", str(Path(run, EVALUATION_FOLDER))]
     return f"`{complete_command(words, run)}`"
