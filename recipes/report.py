@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     (args,) = parse(ARGUMENTS, name_words(argv, "folders"), __doc__)
     names = args.tables
     if names == ["all"]:
-        names = [name for name in recipe_names() if name.startswith("tables/")]
+        names = list_tables()
     specs = {name: read_table(name) for name in names}  # before anything is printed
     results, output_dir = load_results(*args.folders), find_output_dir(args)
     try:
@@ -125,11 +125,16 @@ def find_output_dir(args: ReportArguments) -> Path:
     return folder
 
 
+def list_tables() -> list[str]:
+    """Return the names of the YAML files in recipes/tables, without their ending."""
+    return [Path(name).stem for name in recipe_names() if name.startswith("tables/")]
+
+
 def read_table(name: str) -> dict[str, Any]:
     """Return the content of a YAML file of a table or a figure, by its path or its name in recipes/tables."""
     if name.endswith((".yaml", ".yml")):
         return load_recipe(name)
-    known = [Path(recipe).stem for recipe in recipe_names() if recipe.startswith("tables/")]
+    known = list_tables()
     if name not in known:
         hint = closest_match(name, known) or f" They are {', '.join(known)}."
         raise UserError(f"`tables` must be names in recipes/tables, YAML files, or `all`, got {name}.{hint}")
