@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,27 @@ def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops:
 
 def have_same_problems(samples: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
     """Return whether the samples of two results are of the same problems in the same order, by their targets."""
-    return [sample.get("target") for sample in samples] == [sample.get("target") for sample in others]
+    return _list_targets(samples) == _list_targets(others)
+
+
+def _list_targets(samples: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return [sample.get("target") for sample in samples]
+
+
+def read_targets(result: Mapping[str, Any]) -> list[Any]:
+    """Return the targets of the samples of a result, which tell its problems, or an empty list if the file is missing.
+
+    A report compares each method with the same results of LoRA, so an unchanged file is read once.
+    """
+    folder, name = result["folder"], result["samples"]
+    path = Path(folder, name)
+    return _read_targets(folder, name, path.stat().st_mtime_ns) if path.exists() else []
+
+
+@cache
+def _read_targets(folder: str, name: str, changed: int) -> list[Any]:
+    """Return the targets in a file of samples. `changed`: time of its last change, in ns."""
+    return _list_targets(read_samples({"folder": folder, "samples": name}))
 
 
 def _list_accuracies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from loopdropout_trainer.diagnostics import (
     explain_disagreements,
 )
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS, have_same_problems
+from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS, have_same_problems, read_targets
 from loopdropout_trainer.reports.frames import average, select, tasks_of, values_by_seed
 from loopdropout_trainer.reports.labels import find_baseline, has_seeds, labelled
 from loopdropout_trainer.results.run_files import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
@@ -64,7 +64,12 @@ def format_mean(mean: float, sd: float, decimals: int = 2) -> str:
 
 def paired_samples(ours: pd.DataFrame, other: pd.DataFrame, seed: float) -> list[list[dict]]:
     """Return the samples of both settings with one seed."""
-    return [read_samples(side.drop_duplicates("seed").set_index("seed").loc[seed]) for side in (ours, other)]
+    return [read_samples(side) for side in _of_seed(ours, other, seed)]
+
+
+def _of_seed(ours: pd.DataFrame, other: pd.DataFrame, seed: float) -> list[pd.Series]:
+    """Return the result of both settings with one seed."""
+    return [side.drop_duplicates("seed").set_index("seed").loc[seed] for side in (ours, other)]
 
 
 def paired_gains(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) -> pd.Series:
@@ -161,8 +166,8 @@ def have_other_problems(ours: pd.DataFrame, other: pd.DataFrame, seeds: Iterable
     if both["samples"].isna().any():
         return False
     for seed in seeds:
-        samples, others = paired_samples(ours, other, seed)
-        if samples and others and not have_same_problems(samples, others):  # the files may be missing in a copy
+        targets, others = (read_targets(side) for side in _of_seed(ours, other, seed))
+        if targets and others and targets != others:  # the files may be missing in a copy
             return True
     return False
 
