@@ -645,9 +645,12 @@ def test_accuracies_on_other_problems_have_no_difference(problems, seeds, tmp_pa
     assert sentence.startswith(
         "Accuracies on other problems than those of LoRA have no difference. Evaluate both again"
     )
+    expected = "other problems" if len(problems) == 11 else "+0.0"
+    for path in tmp_path.glob("LoRA/*[0-9].jsonl"):
+        write_lines(path, samples)  # evaluated again in the same program, on the same problems
+    assert accuracy_table(tmp_path)["minus LoRA"].iloc[1].startswith(expected)
     for path in tmp_path.glob("LoRA/*[0-9].jsonl"):
         path.unlink()
-    expected = "other problems" if len(problems) == 11 else "+0.0"
     assert accuracy_table(tmp_path)["minus LoRA"].iloc[1].startswith(expected)
 
 
