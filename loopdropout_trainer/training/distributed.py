@@ -68,6 +68,22 @@ def reset_accelerator(args: TrainingArguments) -> None:
         return
     if (state.mixed_precision, state.device.type) == (args.mixed_precision, args.device.type):
         return
+    _reset_state(args)
+
+
+def allow_another_deepspeed_trainer(args: TrainingArguments) -> None:
+    """Reset the state that all accelerators of a process share, if an earlier trainer has set it for DeepSpeed.
+
+    accelerate otherwise raises an error about a second accelerator, unless the configuration is newer than that trainer. Those
+    of `compare_with` are made together, before the first training.
+    """
+    if is_initialized() and AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
+        _reset_state(args)
+        if args.deepspeed_plugin is not None:
+            args.deepspeed_plugin.set_deepspeed_weakref()  # by which transformers shards a model that it loads
+
+
+def _reset_state(args: TrainingArguments) -> None:
     # Each new configuration of transformers resets the state, and chooses the devices again.
     fields = ("output_dir", "use_cpu", "bf16", "fp16", "ddp_backend", "ddp_timeout")
     TrainingArguments(**{name: getattr(args, name) for name in fields})

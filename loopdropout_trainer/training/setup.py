@@ -39,7 +39,13 @@ from loopdropout_trainer.training.adapter_pushes import AdapterPushMixin
 from loopdropout_trainer.training.argument_checks import check_kinds, check_names
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
-from loopdropout_trainer.training.distributed import check_devices, check_processes, float32_adapter, reset_accelerator
+from loopdropout_trainer.training.distributed import (
+    allow_another_deepspeed_trainer,
+    check_devices,
+    check_processes,
+    float32_adapter,
+    reset_accelerator,
+)
 from loopdropout_trainer.training.examples import (
     check_assistant_loss,
     check_columns,
@@ -186,6 +192,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         args = self.config_class.from_trl(arguments["args"], model)
         check_devices(args)
         reset_accelerator(args)
+        allow_another_deepspeed_trainer(args)
         model = model_path(model)
         arguments["args"], arguments["model"] = args, model
         revision = (args.model_init_kwargs or {}).get("revision") or "main"

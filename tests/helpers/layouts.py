@@ -146,7 +146,11 @@ def work(spec: dict) -> None:
         # Do not compile an operator for sums in shared memory, which training over gloo does not use.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     folder = Path(spec["folder"])
-    record = {name: train(folder, name, **spec["fields"]) for name in spec["runs"]}
+    *names, last = spec["runs"]
+    # Before the other trainers, as `compare_with` makes them.
+    last_args = make_arguments(folder, last, **spec["fields"])
+    record = {name: train(folder, name, **spec["fields"]) for name in names}
+    record[last] = train(folder, last, last_args, **spec["fields"])
     (folder / f"rank{PartialState().process_index}.json").write_text(json.dumps(record))
 
 
@@ -157,21 +161,30 @@ class StepCounter(TrainerCallback):
         self.steps += 1
 
 
-def train(folder: Path, name: str, **fields) -> dict:
-    """Train `folder / "model"` in this process, save its adapter in `folder / name`, and return what to record."""
+def make_arguments(folder: Path, name: str, **fields) -> LoopDropoutConfig:
+    """Return the configuration of a run."""
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
     fields = {**_FIELDS, "output_dir": str(run_dir), **{**RUNS, **RULES, **UNEVEN}[name], **fields}
-    rows, held_out = examples().select(range(fields.pop("num_examples", 96))), examples().select(range(80, 89))
+    fields.pop("num_examples", None)
     args = LoopDropoutConfig(**fields)
     # TRL 1.9 sets the device map "auto", which ZeRO-3 does not support.
     args.model_init_kwargs = {"dtype": "float32", "num_loops": 2, "device_map": None}
+    return args
+
+
+def train(folder: Path, name: str, args: LoopDropoutConfig | None = None, **fields) -> dict:
+    """Train `folder / "model"` in this process, save its adapter in `folder / name`, and return what to record."""
+    if args is None:
+        args = make_arguments(folder, name, **fields)
+    num_examples = {**RUNS, **RULES, **UNEVEN}[name].get("num_examples", 96)
+    rows, held_out = examples().select(range(num_examples)), examples().select(range(80, 89))
     trainer_class = LoRADropoutSFTTrainer if name == "lora_dropout" else LoopDropoutSFTTrainer
     trainer = trainer_class(str(folder / "model"), args, train_dataset=rows, eval_dataset=held_out)
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model; norms stay whole
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 100
     trainer.add_callback(counter := StepCounter())
-    resume = str(run_dir / "checkpoint-2") if name == "resuming" else bool(args.resume_from_checkpoint)
+    resume = str(Path(args.output_dir, "checkpoint-2")) if name == "resuming" else bool(args.resume_from_checkpoint)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / name))
     parameters = list(trainer.model.parameters())  # under ZeRO-3 each process holds a part of each
