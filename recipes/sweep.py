@@ -49,7 +49,7 @@ from loopdropout_trainer.sweeps.code import (
 )
 from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, check_fields, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweeps.plan import print_commands, print_sweep_plan
-from loopdropout_trainer.sweeps.run_times import count_left, find_kind, find_means
+from loopdropout_trainer.sweeps.run_times import RunKind, count_left, find_kind, find_means, means_by_method
 from loopdropout_trainer.sweeps.workers import Workers
 
 
@@ -219,34 +219,41 @@ class Sweep:
         trainings = self.count_by_method().values()
         return sum(ended for ended, _ in trainings), sum(total for _, total in trainings)
 
-    def kind(self, run: SweepRun) -> str:
-        """Return the kind of a run that is not done, which decides its time."""
+    def kind(self, run: SweepRun) -> RunKind:
+        """Return the method and the kind of a run that is not done, which decide its time."""
         return find_kind(self, run)
 
     def count_done(self) -> int:
         """Return the number of runs that are done. The chosen run of the first seed counts twice: it is measured later."""
         return sum(self.is_done(run) for method in self.recipes for run in self.runs(method))
 
-    def count_left(self) -> dict[str, int]:
-        """Return the number of runs of each kind that this start of the sweep still has."""
+    def count_left(self) -> dict[RunKind, int]:
+        """Return the number of runs of each method and kind that this start of the sweep still has."""
         return count_left(self)
 
-    def means(self) -> dict[str, float]:
-        """Return the mean seconds of a run of each kind that has ended, since the start of the sweep or before."""
+    def means(self) -> dict[RunKind, float]:
+        """Return the mean seconds of a run of each method and kind, since the start of the sweep or before."""
         return find_means(self)
 
     def count_by_method(self) -> dict[str, tuple[int, int]]:
         """Return the number of trainings of each method that have ended, and of all of its trainings.
 
-        A training counts if one of its runs is done: it has its score, but its final measurement may be missing. A run of
-        another worker here counts from the line about its end on, so that each line counts one training more.
+        A training counts as soon as it has ended, also if it must still be measured. A run that another worker here trains
+        counts from the line about its end on, so that each line counts one training more.
         """
+        unreported = {run.name for run in self.pool.unreported.copy()}
         numbers = {}
         for method in self.recipes:
-            done = [run for run in self.runs(method) if self.is_done(run)]
-            ended = {run.name for run in done if run not in self.pool.unreported}
+            ended = {run.name for run in self.runs(method) if self.has_ended(run)} - unreported
             numbers[method] = (len(ended), self.num_trainings(method))
         return numbers
+
+    def has_ended(self, run: SweepRun) -> bool:
+        """Return whether the training of a run has ended with its settings. A run that is not done must still be measured."""
+        if self.is_done(run):
+            return True
+        folder = self.folder(run)
+        return has_trained(folder) and not has_other_results(folder)
 
     def describe_score(self, run: SweepRun) -> str:
         """Return the score that chooses the learning rate, or the first accuracy of a final run, or its held-out loss."""
@@ -334,7 +341,7 @@ class Sweep:
             failed=failed,
             waiting=waiting,
             other_code=name_other_results(self),
-            run_seconds=dict.fromkeys(self.recipes, self.means()),
+            run_seconds=means_by_method(self),
         )
 
     def describe_fix(self) -> str:

@@ -371,7 +371,7 @@ def read_accepted_imports(output_dir: str | Path) -> dict[str, str]:
 def has_trained(output_dir: str | Path) -> bool:
     """Return whether `run.json` says that a training has ended in a folder. Its measurements may be missing.
 
-    A sweep counts only the trainings that are measured as far as it needs them (`Sweep.is_done`).
+    A sweep starts such a run again until it is measured as far as the sweep needs it (`Sweep.is_done`).
     """
     return read_run(output_dir).get("status") in ("trained", "finished")
 

@@ -1,7 +1,7 @@
 """The time that a sweep still takes, from the measured seconds of its runs.
 
-Each kind of run has its own mean, because the kinds can differ by more than ten times: a run that chooses a learning rate is
-measured on one task, and a final run on all tasks and at all depths.
+Each kind of run of each method has its own mean. The kinds can differ by more than ten times: a run that chooses a learning
+rate is measured on one task, and a final run on all tasks and at all depths. Methods differ by their rule, rank or data.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.sweep_folder import SweepRun, read_summary
@@ -23,22 +23,32 @@ _NOUNS = {CHOOSING: "run that chooses a learning rate", FINAL: "final training",
 _PLURALS = {CHOOSING: "runs that choose a learning rate", FINAL: "final trainings", MEASURING: "measurements"}
 
 
-def find_kind(sweep: Any, run: SweepRun) -> str:
-    """Return the kind of a run of a sweep that is not done."""
+class RunKind(NamedTuple):
+    """Runs that take about the same time: a method, and one of the kinds above."""
+
+    method: str
+    kind: str
+
+
+def find_kind(sweep: Any, run: SweepRun) -> RunKind:
+    """Return the method and the kind of a run of a sweep that is not done."""
+    kind = FINAL
     if run.selects:
-        return CHOOSING
-    return MEASURING if has_trained(sweep.folder(run)) else FINAL
+        kind = CHOOSING
+    elif has_trained(sweep.folder(run)):
+        kind = MEASURING
+    return RunKind(run.method, kind)
 
 
-def count_left(sweep: Any) -> dict[str, int]:
-    """Return the number of runs of each kind that are not done, also those that wait for a choice.
+def count_left(sweep: Any) -> dict[RunKind, int]:
+    """Return the number of runs of each method and kind that are not done, also those that wait for a choice.
 
     Runs that failed, or that keep results of other imported code, are left out, because the sweep does not start them.
 
     Args:
         sweep: `Sweep` of recipes/sweep.py.
     """
-    left: Counter[str] = Counter()
+    left: Counter[RunKind] = Counter()
     for method in sweep.recipes:
         pending = sweep.pending_of(method)
         runs = []
@@ -48,42 +58,42 @@ def count_left(sweep: Any) -> dict[str, int]:
         left.update(find_kind(sweep, run) for run in runs)
         lacks_scores = len(runs) < len(pending)  # then no learning rate can be chosen
         if runs and not (lacks_scores or sweep.full_grid) and sweep.choice(method).best is None:
-            left.update({MEASURING: 1, FINAL: len(sweep.seeds) - 1})
+            left.update({RunKind(method, MEASURING): 1, RunKind(method, FINAL): len(sweep.seeds) - 1})
     return dict(left)
 
 
 class RunTimes:
-    """The measured seconds of the runs that have ended, by their kind."""
+    """The measured seconds of the runs that have ended, by their method and kind."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {CHOOSING: [], FINAL: [], MEASURING: []}
+        self.seconds: dict[RunKind, list[float]] = {}
 
-    def add(self, kind: str, seconds: float) -> None:
+    def add(self, kind: RunKind, seconds: float) -> None:
         """Add a run, which took some seconds with its start, training and evaluation."""
-        self.seconds[kind].append(seconds)
+        self.seconds.setdefault(kind, []).append(seconds)
 
-    def means(self) -> dict[str, float]:
-        """Return the mean seconds of a run of each kind that has ended."""
-        return {kind: sum(seconds) / len(seconds) for kind, seconds in self.seconds.items() if seconds}
+    def means(self) -> dict[RunKind, float]:
+        """Return the mean seconds of a run of each method and kind of which one has ended."""
+        return {kind: sum(seconds) / len(seconds) for kind, seconds in self.seconds.items()}
 
 
-def read_means(sweep: Any) -> dict[str, float]:
-    """Return the mean seconds of each kind of run that a sweep has measured. Methods of one sweep have the same ones.
+def read_means(sweep: Any) -> dict[RunKind, float]:
+    """Return the mean seconds of each kind of run that a sweep has measured, by method.
 
     Args:
         sweep: `Sweep` of recipes/sweep.py.
     """
     saved = read_summary(sweep.output_dir).get("run_seconds", {})
-    means: dict[str, float] = {}
+    means = {}
     for method in sweep.recipes:
         own: Any = saved.get(method)
         if isinstance(own, dict):  # an older version has one number for all kinds
-            means |= own
+            means |= {RunKind(method, kind): seconds for kind, seconds in own.items()}
     return means
 
 
-def find_means(sweep: Any) -> dict[str, float]:
-    """Return the mean seconds of each kind of run: of those since the start of the sweep, else those of a former start.
+def find_means(sweep: Any) -> dict[RunKind, float]:
+    """Return the mean seconds of each method's kinds of run: of those since the start of the sweep, else of a former start.
 
     The plan and the lines about ended runs both use it, so that they agree on the time that is left.
 
@@ -93,32 +103,73 @@ def find_means(sweep: Any) -> dict[str, float]:
     return {**read_means(sweep), **sweep.pool.times.means()}
 
 
-def describe_left(left: Mapping[str, int], means: Mapping[str, float], speed: float) -> str:
+def means_by_method(sweep: Any) -> dict[str, dict[str, float]]:
+    """Return `find_means` as mappings of each method, as `summary.json` has them."""
+    means: dict[str, dict[str, float]] = {method: {} for method in sweep.recipes}
+    for (method, kind), seconds in find_means(sweep).items():
+        means[method][kind] = seconds
+    return means
+
+
+def _find_seconds(kind: RunKind, means: Mapping[RunKind, float]) -> float | None:
+    """Return the mean seconds of a run, or None if no run of its kind has ended.
+
+    Before a run of its method has ended, the mean of the other methods counts.
+    """
+    if kind in means:
+        return means[kind]
+    others = [seconds for other, seconds in means.items() if other.kind == kind.kind]
+    if not others:
+        return None
+    return sum(others) / len(others)
+
+
+def describe_left(left: Mapping[RunKind, int], means: Mapping[RunKind, float], speed: float) -> str:
     """Return the time that a sweep still takes, such as "about 0:42:10 left", or "" if it is finished or not known at all.
 
     Args:
-        left: Number of the runs of each kind that are not done.
-        means: Mean seconds of a run by kind. The text names the kinds that are left and are not here.
+        left: Number of the runs of each method and kind that are not done.
+        means: Mean seconds of a run by method and kind. The text names the kinds that are left and have none.
         speed: Number of runs at a time.
     """
-    timed = {kind: number for kind, number in left.items() if number and kind in means}
-    if not timed:
+    total_seconds, num_timed, untimed = 0.0, 0, set()
+    for kind, number in left.items():
+        seconds = _find_seconds(kind, means)
+        if number and seconds is None:
+            untimed.add(kind.kind)
+        elif number:
+            total_seconds += seconds * number
+            num_timed += number
+    if not num_timed:
         return ""
-    seconds = sum(means[kind] * number for kind, number in timed.items())
-    seconds /= min(speed, sum(timed.values()))  # the last runs leave some workers without a run
-    text = f"about {name_time(seconds)} left"
-    untimed = [noun for kind, noun in _PLURALS.items() if left.get(kind) and kind not in means]
+    total_seconds /= min(speed, num_timed)  # the last runs leave some workers without a run
+    text = f"about {name_time(total_seconds)} left"
     if untimed:
-        text += f", not counting {' and '.join(untimed)} (none has ended yet)"
+        nouns = [noun for kind, noun in _PLURALS.items() if kind in untimed]
+        text += f", not counting {' and '.join(nouns)} (none has ended yet)"
     return text
 
 
-def describe_means(means: Mapping[str, float]) -> str:
-    """Return the mean time of a run of each kind, or "" if none is known."""
-    if not means:
+def describe_means(means: Mapping[RunKind, float]) -> str:
+    """Return the mean time of a run of each kind, with the methods if they differ, or "" if none is known."""
+    texts, differs = [], False
+    for kind, noun in _NOUNS.items():
+        methods: dict[str, list[str]] = {}  # by their time
+        for (method, own_kind), seconds in means.items():
+            if own_kind == kind:
+                methods.setdefault(name_time(seconds), []).append(method)
+        times = [*methods]
+        if len(methods) > 1:
+            differs = True
+            times = [f"{time} ({', '.join(names)})" for time, names in methods.items()]
+        if times:
+            texts.append(f"{', '.join(times)} for a {noun}")
+    if not texts:
         return ""
-    texts = [f"{name_time(means[kind])} for a {noun}" for kind, noun in _NOUNS.items() if kind in means]
-    return f"measured on average, with the start of a run: {', '.join(texts)}"
+    title = "measured on average, with the start of a run:"
+    if differs:
+        return "\n".join([title, *texts])
+    return f"{title} {', '.join(texts)}"
 
 
 def name_time(seconds: float) -> str:

@@ -28,7 +28,7 @@ from loopdropout_trainer.results.imported_code import find_other_code
 from loopdropout_trainer.results.run_files import has_trained, read_run
 from loopdropout_trainer.results.sweep_folder import LOCK
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
-from loopdropout_trainer.sweeps.run_times import MEASURING, RunTimes, describe_left
+from loopdropout_trainer.sweeps.run_times import MEASURING, RunKind, RunTimes, describe_left
 
 
 _BAR = re.compile(r"(\d+%\||\d+it).*\[.*\]$")
@@ -59,17 +59,17 @@ class Runs(Protocol):
     def count(self) -> tuple[int, int]:
         """Return the number of trainings that have ended, and of all trainings, as far as they are known."""
 
-    def kind(self, run: Any) -> str:
-        """Return the kind of a run that is not done, which decides its time."""
+    def kind(self, run: Any) -> RunKind:
+        """Return the method and the kind of a run that is not done, which decide its time."""
 
     def count_done(self) -> int:
         """Return the number of runs that are done. A training that is measured later has two runs."""
 
-    def count_left(self) -> dict[str, int]:
-        """Return the number of runs of each kind that this start of the sweep still has."""
+    def count_left(self) -> dict[RunKind, int]:
+        """Return the number of runs of each method and kind that this start of the sweep still has."""
 
-    def means(self) -> dict[str, float]:
-        """Return the mean seconds of a run of each kind that has ended, since the start of the sweep or before."""
+    def means(self) -> dict[RunKind, float]:
+        """Return the mean seconds of a run of each method and kind, since the start of the sweep or before."""
 
     def save_progress(self) -> None:
         """Write how far the sweep is, and the mean seconds of a run of each kind."""
@@ -93,7 +93,7 @@ class Workers:
         self.runs, self.number = runs, number
         self.stopped = threading.Event()
         self.processes: set[subprocess.Popen] = set()
-        self.unreported: set[Any] = set()  # runs that were started here, until the line about their end
+        self.unreported: set[Any] = set()  # runs whose training was started here, until the line about their end
         self.reporting = threading.Lock()
         self.failures: dict[Any, str] = {}  # sentences about the runs that failed, which are not tried again
         self.last_message: str | None = None  # of the last run that ended, if it failed
@@ -153,8 +153,9 @@ class Workers:
         path = self.runs.folder(run) / "log.txt"
         was_trained, kind = has_trained(path.parent), self.runs.kind(run)
         checkpoint = None if was_trained else _find_checkpoint(path.parent)
-        is_whole = kind == MEASURING or not (was_trained or checkpoint)
-        self.unreported.add(run)
+        is_whole = kind.kind == MEASURING or not (was_trained or checkpoint)
+        if not was_trained:
+            self.unreported.add(run)
         print(f"{run.name} {_describe_start(was_trained, checkpoint)} (log: {path})", flush=True)
         start = time.monotonic()
         with open(path, "a", encoding="utf-8") as log:
@@ -174,7 +175,7 @@ class Workers:
         self.processes.remove(process)
         seconds = time.monotonic() - start
         with self.reporting:  # so that the lines of workers have their numbers in order
-            self.unreported.remove(run)
+            self.unreported.discard(run)
             if self.runs.is_done(run):
                 self.num_ended += 1
                 if is_whole:  # else it has left a part of its time to another start

@@ -49,6 +49,7 @@ from loopdropout_trainer.sweeps.code import (
     find_kept_choices,
     has_other_results,
 )
+from loopdropout_trainer.sweeps.run_times import RunKind
 from loopdropout_trainer.sweeps.summary import print_summary
 from loopdropout_trainer.sweeps.workers import _describe_start, _find_checkpoint, read_message
 
@@ -409,28 +410,62 @@ def test_sweep_chooses_by_the_results_of_its_trainings(lab):
     assert lab.sweep().choice("lora").best == 0.02
 
 
+def add_times(made, method="lora", **seconds):
+    """Add a run of a method that has taken some seconds, for each kind."""
+    for kind, value in seconds.items():
+        made.pool.times.add(RunKind(method, kind), value)
+
+
+def test_time_left_has_the_mean_of_each_method(lab, capsys):
+    """A slow rule does not make the others slow. Before a run of a method has ended, the others' mean counts."""
+    fields = {"methods": ["lora", "loop_dropout", "exactly_m"], "seeds": [101]}
+    made = lab.sweep(**fields)
+    subprocess.run(made.command(made.pending()[0]), check=True)
+    made = lab.sweep(**fields)
+    add_times(made, "lora", choosing=100)
+    add_times(made, "loop_dropout", choosing=300)
+    made.save_progress()
+    sweep.main([lab.file, "--dry_run", "true"])
+    lines = capsys.readouterr().out
+    # Two runs of lora, three of loop_dropout, and three of exactly_m at the mean of both, 200 s.
+    assert "done            1 of 9 trainings, about 0:28:20 left, not counting measurements" in lines
+    assert "0:01:40 (lora), 0:05:00 (loop_dropout) for a run that chooses a learning rate\n" in lines
+
+
+def test_stopped_measurement_counts_its_training(lab):
+    """As after SIGTERM during the evaluation of a run, whose training has ended."""
+    made = lab.sweep()
+    run = made.pending()[0]
+    subprocess.run(made.command(run), check=True)
+    (made.folder(run) / "run.json").write_text('{"status": "trained"}')
+    (made.folder(run) / "results.jsonl").unlink()
+    made.save_progress()
+    text = "1 of 4 trainings have ended"
+    assert made.pool._describe_end(run, False).endswith(f"stopped after its training ({text})")
+    assert text in describe_progress(lab.out)
+
+
 def test_time_left_has_the_mean_of_each_kind_of_run(lab):
     """A measurement, a start of its own after the four trainings, can take ten times as long as the choice of the rate."""
-    assert lab.sweep(full_grid=True, output_dir=str(lab.folder / "grid")).count_left() == {"final": 6}
+    assert lab.sweep(full_grid=True, output_dir=str(lab.folder / "grid")).count_left() == {("lora", "final"): 6}
     made = lab.sweep()
-    assert made.count_left() == {"choosing": 3, "measuring": 1, "final": 1}
+    assert made.count_left() == {("lora", "choosing"): 3, ("lora", "measuring"): 1, ("lora", "final"): 1}
     runs = [made.pending()[0]]
     subprocess.run(made.command(runs[0]), check=True)
-    made.pool.times.add("choosing", 100)
+    add_times(made, choosing=100)
     end = made.pool._describe_end(runs[0], False)
     untimed = "final trainings and measurements"
     assert end.endswith(f"development, about 0:03:20 left, not counting {untimed} (none has ended yet)"), end
     stopped = made.pool._describe_end(made.pending()[0], False)
     assert re.search(r"^lora/.* stopped, about 0:03:20 left, .* \(1 of 4 trainings have ended\)$", stopped), stopped
-    made.pool.times.add("final", 1200)
-    made.pool.times.add("measuring", 1000)
+    add_times(made, final=1200, measuring=1000)
     assert made.pool._describe_end(runs[0], False).endswith("development, about 0:40:00 left")  # 2 * 100 + 1000 + 1200
     made.pool.number = 2
     assert made.pool._describe_end(runs[0], False).endswith("development, about 0:20:00 left")
     made.pool.done_before, made.pool.num_ended = -3, 2  # another machine has ended as many runs
     assert made.pool._describe_end(runs[0], False).endswith("development, about 0:10:00 left")
     made.pool.failures[made.pending()[0]] = "is broken"  # so that no learning rate is chosen now
-    assert made.count_left() == {"choosing": 1}
+    assert made.count_left() == {("lora", "choosing"): 1}
     made = lab.run()
     assert (made.count_left(), made.count_done(), made.count()) == ({}, 5, (4, 4))
 
@@ -438,8 +473,7 @@ def test_time_left_has_the_mean_of_each_kind_of_run(lab):
 def test_continued_sweep_has_the_times_of_its_plan(lab, capsys):
     """A start of a sweep begins with the mean times of the start before it."""
     made = lab.sweep()
-    for kind, seconds in {"choosing": 100, "final": 1000, "measuring": 500}.items():
-        made.pool.times.add(kind, seconds)
+    add_times(made, choosing=100, final=1000, measuring=500)
     made.save_progress()
     first, *_ = made.pending()
     made = lab.sweep()
@@ -472,10 +506,10 @@ def test_time_of_a_continued_run_is_not_that_of_its_kind(lab):
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({}, checkpoint / name)
     made.train_all()
-    assert {kind: len(seconds) for kind, seconds in made.pool.times.seconds.items()} == {
-        "choosing": 2, "final": 1, "measuring": 1,
-    }  # fmt: skip
-    assert made.pool.num_ended == 5 and read_summary(lab.out)["run_seconds"]["lora"] == made.pool.times.means()
+    numbers = {kind.kind: len(seconds) for kind, seconds in made.pool.times.seconds.items()}
+    assert numbers == {"choosing": 2, "final": 1, "measuring": 1}
+    means = {kind.kind: seconds for kind, seconds in made.pool.times.means().items()}
+    assert made.pool.num_ended == 5 and read_summary(lab.out)["run_seconds"]["lora"] == means
 
 
 def test_sweep_says_how_far_it_is(lab, capsys):
@@ -778,10 +812,10 @@ def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
     out = capsys.readouterr().out
     assert f"{done}{indent}measured: 0:01:00 on average for a training without its start and evaluation\n" in out
     assert "not computed" not in out and HOW_TO_TIME not in out
-    made.pool.times.add("choosing", 100)
+    add_times(made, choosing=100)
     made.save_progress()
     made = lab.sweep()  # another start, which keeps the times of the other kinds
-    made.pool.times.add("final", 1000)
+    add_times(made, final=1000)
     made.save_progress()
     sweep.main([*words, "1"])
     left = ", about 0:20:00 left, not counting measurements (none has ended yet)"
