@@ -29,7 +29,7 @@ from loopdropout_trainer.lora import (
     gated_layers,
     physical_layers,
 )
-from loopdropout_trainer.means import describe_mean
+from loopdropout_trainer.means import find_fault
 from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.reruns import is_checkpointed
 
@@ -132,9 +132,9 @@ class LoopDropoutHandle:
                 variant.gate_state = self.gate_state  # gates of the adapters that `set_adapter` activates later
         self.model = model
         self._number_layers()
-        warning = describe_mean(rule, self.looped.num_loops, self.physical_layers, seed=self.seed)
-        if warning is not None and _process_index() == 0:
-            logger.warning(warning)
+        fault = find_fault(rule, self.looped.num_loops, self.physical_layers, seed=self.seed)
+        if fault is not None and _process_index() == 0:
+            logger.warning(fault.warning)
         backbone = self.looped.base_model
         self._hooks = [
             backbone.register_forward_pre_hook(self._draw_gates, with_kwargs=True, prepend=True),

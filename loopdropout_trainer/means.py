@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +20,24 @@ _MOST_STEPS = 512
 _TOLERANCE = 0.02
 
 
-def describe_mean(
+class RuleFault(NamedTuple):
+    """A fault of a user's rule.
+
+    Attributes:
+        warning: Sentences about it.
+        means: Mean gate of each loop, [K], if the fault is that they are not 1, else empty.
+        num_examples: Number of examples that the means were measured on.
+    """
+
+    warning: str
+    means: Sequence[float] = ()
+    num_examples: int = 0
+
+
+def find_fault(
     rule: GateRule, num_loops: int, layers: Sequence[int], batch_size: int = 16, seed: int = 0
-) -> str | None:
-    """Return a warning with the measured mean gates of a user's rule, or None if they are 1 and can be drawn again.
+) -> RuleFault | None:
+    """Return the fault of a user's rule with its measured mean gates, or None if they are 1 and can be drawn again.
 
     The rules of this package are tested, and a rule with `has_unit_mean = False` has another mean on purpose. The measurement
     draws from a copy of the rule, and leaves its state and torch's random state on the CPU unchanged.
@@ -37,7 +52,7 @@ def describe_mean(
     if is_packaged(type(rule)) or not rule.has_unit_mean:
         return None
     if not _draws_again(rule, num_loops, layers, batch_size, seed):
-        return (
+        return RuleFault(
             f"The rule {rule.name!r} must draw the same gates for the same `draw`, but two calls of `sample` differ, so a "
             "resumed training would have other gates. Draw random numbers by `draw.uniforms` or `draw.normals`, and not from "
             "the random state of torch, numpy or Python."
@@ -46,12 +61,17 @@ def describe_mean(
     mean, error = means.mean(dim=0), means.std(dim=0) / math.sqrt(len(means))  # [K]
     if not bool(((mean - 1).abs() > _TOLERANCE + 5 * error).any()):
         return None
-    loops = ", ".join(f"{value:.2f} in loop {loop}" for loop, value in enumerate(mean.tolist(), start=1))
-    return (
+    warning = (
         f"The gates of the rule {rule.name!r} must have the mean 1, because all gates are 1 at inference, but over "
-        f"{num_examples:,} examples it is {loops}. Divide the gates by their mean, or write `has_unit_mean = False` in "
-        f"the class {type(rule).__name__} if another scale is meant."
+        f"{num_examples:,} examples it is {name_means(mean.tolist())}. Divide the gates by their mean, or write "
+        f"`has_unit_mean = False` in the class {type(rule).__name__} if another scale is meant."
     )
+    return RuleFault(warning, mean.tolist(), num_examples)
+
+
+def name_means(means: Iterable[float]) -> str:
+    """Return the mean gates of loops 1 to K as a text, such as "0.50 in loop 1, 0.75 in loop 2"."""
+    return ", ".join(f"{mean:.2f} in loop {loop}" for loop, mean in enumerate(means, start=1))
 
 
 def _draws_again(rule: GateRule, num_loops: int, layers: Sequence[int], batch_size: int, seed: int) -> bool:

@@ -92,6 +92,11 @@ class GateRule:
     adapter = renamed_attribute("adapter", "lora_kind")
     passes = renamed_attribute("passes", "draws_per_batch")
 
+    @property
+    def draws_gates(self) -> bool:
+        """Whether a training can have other gates than 1, as it has with all rules but `lora`."""
+        return self.name != "lora"
+
     def check(self, num_loops: int) -> None:
         """Raise UserError if the rule's fields do not fit a model of `num_loops` loops."""
         p = getattr(self, "p", None)

@@ -112,7 +112,7 @@ class GatedLora(LoraVariant):
     def _trains_without_rule(self, module: LoraLayer) -> bool:
         """Return whether a pass can train the layer at unit gates, although a rule was to draw its gates."""
         state = self.gate_state
-        if state.has_warned or state.rule is None or state.rule.name == "lora":
+        if state.has_warned or state.rule is None or not state.rule.draws_gates:
             return False
         return state.is_undrawn(module)
 

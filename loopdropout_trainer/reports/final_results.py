@@ -9,8 +9,10 @@ import numpy as np
 import pandas as pd
 
 from loopdropout_trainer.errors import count
+from loopdropout_trainer.means import name_means
+from loopdropout_trainer.reports.labels import name_methods
 from loopdropout_trainer.reports.result_codes import describe_codes
-from loopdropout_trainer.results.run_files import DEVELOPMENT, is_of_base, read_accepted_imports
+from loopdropout_trainer.results.run_files import DEVELOPMENT, GATE_MEAN, is_of_base, read_accepted_imports
 from loopdropout_trainer.results.sweep_folder import (
     describe_choices,
     describe_progress,
@@ -90,7 +92,7 @@ def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[s
         if choices:
             lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
         lines += filter(None, [describe_progress(folder), _describe_accepted(folder)])
-    return lines + describe_codes(final)
+    return [*lines, *describe_codes(final), *_describe_mean_gates(final)]
 
 
 def _describe_scores(folder: Path, method: str, runs: Collection[str]) -> list[str]:
@@ -115,6 +117,19 @@ def _describe_accepted(folder: Path) -> str:
         f"{count(len(accepted), 'run')} of the sweep in {folder} had other `--import` files in training, and count because of "
         f"`--accept_changed_imports`: {', '.join(accepted)}."
     )
+
+
+def _describe_mean_gates(results: pd.DataFrame) -> list[str]:
+    """Return a sentence about each method whose gates have another mean than 1, of which its trainings have warned."""
+    lines = []
+    measured = results[results["metric"] == GATE_MEAN]
+    for method, own in measured.groupby(name_methods(measured), sort=False):
+        means = own.groupby("loop")["value"].mean()
+        lines.append(
+            f"The gates of {method} do not have the mean 1 in training (it is {name_means(means)}), but all gates are 1 in "
+            "these results. So its update has another scale in them than in training."
+        )
+    return lines
 
 
 def _describe_checkpoints(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:

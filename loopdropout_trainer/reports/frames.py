@@ -5,7 +5,8 @@
 # with these values:
 #   method     title of the rule ("LoRA", "Loop Dropout", "LoRA+", "rsLoRA", "CoTo", "Input dropout", ...) or "base model"
 #   num_loops  loops that ran in the measurement (results of the training itself: the depth of the training)
-#   gates      "unit", "none" (no adapter), "loop 1" ... "loop K" (only this loop has the adapter), else "1-1-0-0"
+#   gates      "unit", "none" (no adapter), "loop 1" ... "loop K" (only this loop has the adapter), else "1-1-0-0";
+#              train_loss: "drawn" (those of the rule) if the rule draws gates
 #   loop       (optional) the only active loop of gates "loop t", or the loop that is read out
 #   group      (optional) subset of a task, for metric "accuracy_by_<column>": "Algebra", "1", ...
 #   samples    (optional) file in the folder of the result with one line per problem, in the order of the problems, with the
@@ -53,6 +54,7 @@ from loopdropout_trainer.reports.unfinished import read_unfinished
 from loopdropout_trainer.results.run_files import (
     COLUMNS,
     DEVELOPMENT,
+    DRAWN,
     RESULTS_FILE,
     is_of_base,
     is_of_training,
@@ -296,10 +298,10 @@ def training_folder(row: dict[str, Any], runs: dict[str, str]) -> str:
 def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     """Return the results whose columns have the wanted values, or one of a list of values.
 
-    Without `gates` and `loop` the gates are one. Without `num_loops` and `loop` the depth is the depth of the training.
-    Without `checkpoint` the weights are the final ones. Without `task`, accuracies on problems that chose a learning rate are
-    left out, and without `n`, those on another number of problems than the other seeds (`find_other_numbers`). A `method` is
-    named as in `has_method`.
+    Without `gates` and `loop` the gates are one, or those of a training loss. Without `num_loops` and `loop` the depth is the
+    depth of the training. Without `checkpoint` the weights are the final ones. Without `task`, accuracies on problems that
+    chose a learning rate are left out, and without `n`, those on another number of problems than the other seeds
+    (`find_other_numbers`). A `method` is named as in `has_method`.
     """
     is_wanted = np.full(len(results), True)
     for name, value in wanted.items():
@@ -313,7 +315,8 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
             has_value |= values.isna().to_numpy()
         is_wanted &= has_value
     if not wanted.keys() & {"gates", "loop"}:
-        is_wanted &= (results["gates"].isin(["unit", "none"]) & results["loop"].isna()).to_numpy()
+        # Only training losses have drawn gates, and they have no others.
+        is_wanted &= (results["gates"].isin(["unit", "none", DRAWN]) & results["loop"].isna()).to_numpy()
     if not wanted.keys() & {"num_loops", "loop"}:
         is_wanted &= (results["num_loops"] == results["trained_loops"]).to_numpy()
     if "checkpoint" not in wanted:

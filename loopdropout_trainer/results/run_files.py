@@ -40,6 +40,12 @@ DEVELOPMENT = "development"
 BASE_MODEL = "base model"
 """Method of the results of a base model."""
 
+DRAWN = "drawn"
+"""Gates of the results that are measured under the gates that a rule draws in training, such as `train_loss`."""
+
+GATE_MEAN = "gate_mean"
+"""Metric of the mean gate of each loop, which a training has only if its rule gives another mean than 1 by a fault."""
+
 EVALUATION_FOLDER = "evaluation"
 """Subfolder of a run for the results of `evaluate`."""
 
@@ -51,7 +57,7 @@ COLUMNS = ("metric", "value", "unit", "task", "method", "seed", "step", "num_loo
 
 `task` is a benchmark, a diagnostic or "training". `method` is the title of the rule, or "base model". `step` is the optimizer
 step, or None for the base model. `num_loops` is the recurrence depth of the measurement. `gates` is "unit", "none"
-(without an adapter), "loop 1" or "1-1-0-0". `n` is the number of problems, examples or tokens.
+(without an adapter), "loop 1", "1-1-0-0" or, of a training loss, `DRAWN`. `n` is the number of problems, examples or tokens.
 """
 
 DIAGNOSTIC_METRICS = (

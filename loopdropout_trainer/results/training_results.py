@@ -11,6 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.files import checkpoint_step, public_name
+from loopdropout_trainer.results.run_files import DRAWN, GATE_MEAN
 from loopdropout_trainer.settings.arguments import describe_adapter
 from loopdropout_trainer.settings.library_fields import SAFE_VALUES
 
@@ -104,9 +105,12 @@ def training_results(trainer: Trainer) -> list[dict[str, Any]]:
     values |= _mean_rewards(history)
     rows = []
     for name, value in values.items():
+        gates = "unit"
+        if name == "train_loss" and trainer.rule.draws_gates:
+            gates = DRAWN  # while the held-out loss is measured at gates of 1
         if not math.isnan(value):  # else it is not known
-            rows.append({"metric": name, "value": value, "unit": UNITS.get(name, ""), "gates": "unit"})
-    return rows
+            rows.append({"metric": name, "value": value, "unit": UNITS.get(name, ""), "gates": gates})
+    return rows + _mean_gates(trainer)
 
 
 def _count_train_examples(trainer: Trainer) -> dict[str, int]:
@@ -122,6 +126,15 @@ def _count_train_examples(trainer: Trainer) -> dict[str, int]:
     if isinstance(data, Sized):
         return {"examples": len(data)}
     return {}
+
+
+def _mean_gates(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return the mean gate of each loop if it is not 1 by a fault of the rule, of which the training has warned."""
+    fault = trainer.rule_fault
+    if fault is None:
+        return []
+    shared = {"metric": GATE_MEAN, "unit": "", "gates": DRAWN, "n": fault.num_examples}
+    return [{**shared, "loop": loop, "value": mean} for loop, mean in enumerate(fault.means, start=1)]
 
 
 def _mean_rewards(history: Sequence[Mapping[str, float]]) -> dict[str, float]:

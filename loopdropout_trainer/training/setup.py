@@ -26,6 +26,7 @@ from loopdropout_trainer.gate_state import BatchOptions, GatedBatch, GateState
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.lora import adapted_layers, check_present, default_peft_config, is_default_target
+from loopdropout_trainer.means import RuleFault
 from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
 from loopdropout_trainer.renames import hide_library_warnings, renamed_attribute
@@ -134,6 +135,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
     Attributes:
         config_class: Class of `args`.
         rule: Rule that draws the gates.
+        rule_fault: Fault of a user's rule that the last training has warned about, such as mean gates that are not 1.
         gate_state: Current gates of the model. They are one outside of training passes.
         last_gates: Gates that were drawn last.
         num_trained: Number of examples that they were drawn for, or 0 if no token of them is trained on.
@@ -160,6 +162,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
     model: PeftModel
     processing_class: PreTrainedTokenizerBase
     rule: GateRule
+    rule_fault: RuleFault | None = None
     gate_state: GateState
     unit_gates: UnitGatesCallback
     step_metrics: dict[str, list[float]]

@@ -21,7 +21,7 @@ from trl import SFTTrainer
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.means import describe_mean
+from loopdropout_trainer.means import find_fault
 from loopdropout_trainer.renames import hide_library_warnings
 from loopdropout_trainer.results.training_results import saved_step
 from loopdropout_trainer.saving.checkpoints import Checkpoint, number_training
@@ -194,7 +194,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             self._log_beginning(checkpoint)
         self.looped.trained_adapter, self.looped.loaded_adapter = self.model.active_adapters[0], None
         self.looped.trained_with = self.saved_settings()
-        self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
+        self.gate_state.must_draw = self.rule.draws_gates
         self.tokens_before = self.num_tokens
         folder = self.args.output_dir
         try:
@@ -239,9 +239,9 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 logger.warning(sentence)
         log_start(self.model, self.start, checkpoint)
         rows = self.args.rows_per_process
-        warning = describe_mean(self.rule, self.num_loops, self.physical_layers, rows, self.gate_seed)
-        if warning is not None:
-            logger.warning(warning)
+        self.rule_fault = find_fault(self.rule, self.num_loops, self.physical_layers, rows, self.gate_seed)
+        if self.rule_fault is not None:
+            logger.warning(self.rule_fault.warning)
 
     def _record_facts(self, **further: Any) -> None:
         """Record in the settings of the adapter how far it was trained, and on which data."""

@@ -21,7 +21,9 @@ from loopdropout_trainer import LoRADropoutSFTTrainer, default_peft_config, load
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.gates.loop_dropout import LoopDropout
 from loopdropout_trainer.lora import adapted_layers, add_gates, physical_layers
-from loopdropout_trainer.means import describe_mean
+from loopdropout_trainer.means import find_fault
+from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
+from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.training.callbacks import SensitivityCallback
 
 
@@ -351,17 +353,21 @@ def test_mean_gate_of_own_rule_is_measured(train, log, factor, has_unit_mean):
     with patch.dict(RULES):
         exec(HALVED, {"__name__": "halved"})
         RULES["halved"].has_unit_mean = has_unit_mean
-        rule = train(rule="halved", rule_args={"factor": factor}, max_steps=1).rule
+        trainer = train(rule="halved", rule_args={"factor": factor}, max_steps=1)
+    rule = trainer.rule
     is_wrong = factor == 0.5 and has_unit_mean
+    final = final_results(load_results(trainer.args.output_dir))
+    in_report = r"The gates of Halved do not have the mean 1 .* \(it is 0\.\d+ in loop 1, .* in loop 4\), but all"
+    assert bool(re.search(in_report, " ".join(describe_left_out_runs(final, final)))) is is_wrong
     assert bool(re.search(says, log.text)) is is_wrong
     log.clear()
     loop_dropout(with_adapter(), rule=rule)
     assert ("must have the mean 1" in log.text) is is_wrong
-    assert is_wrong is (describe_mean(rule, K, physical_layers(with_adapter())) is not None)
-    assert is_wrong is (describe_mean(rule, K, [0], batch_size=5000) is not None)  # one batch has enough examples
+    assert is_wrong is (find_fault(rule, K, physical_layers(with_adapter())) is not None)
+    assert is_wrong is (find_fault(rule, K, [0], batch_size=5000) is not None)  # one batch has enough examples
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    describe_mean(rule, K, [0])
+    find_fault(rule, K, [0])
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -32,6 +32,8 @@ def expected_results(recipe):
     loops = [{"gates": f"loop {loop}", "loop": loop} for loop in range(1, depth + 1)]
     base = {"method": "base model", "gates": "none", "seed": None}
     rows = [{"task": "training", "metric": metric} for metric in TRAINING.split()]
+    if args.rule != "lora":
+        rows[0]["gates"] = "drawn"  # of the training loss
     if args.eval_strategy != "no" and options.evaluate_base:
         rows.append({"task": "training", "metric": "eval_loss", **base})
     for task in options.benchmarks or ():

@@ -196,6 +196,8 @@ def test_training_in_python_leaves_its_results(make_sft, dataset):
             ("training", "Loop Dropout", 42, 3, 4)
         }
         assert results["train_loss"]["value"] == pytest.approx(sum(losses) / 3)
+        # The training loss is measured under the gates of the rule, and the held-out loss at gates of 1.
+        assert results["train_loss"]["gates"] == "drawn" and results["eval_loss"]["gates"] == "unit"
         assert results["eval_loss"]["value"] == logged(trainer, "eval_loss")[-1]
         assert find_source(folder).columns["method"] == "Loop Dropout"
 
