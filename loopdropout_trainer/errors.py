@@ -154,7 +154,10 @@ def describe_type(hint: Any, is_plural: bool = False) -> str:
     return noun
 
 
-def check_type(name: str, value: Any, hint: Any, kinds: str | None = None) -> None:
+_SAME = object()
+
+
+def check_type(name: str, value: Any, hint: Any, kinds: str | None = None, given: Any = _SAME) -> None:
     """Raise UserError if the value of a field does not have the type of a type hint.
 
     Args:
@@ -162,6 +165,7 @@ def check_type(name: str, value: Any, hint: Any, kinds: str | None = None) -> No
         value: Value of the field.
         hint: Type, such as `int` or `list[str] | None`.
         kinds: The type in words. Default: from `describe_type`.
+        given: Value that the user has given, if `value` was made of it.
     """
     from huggingface_hub.dataclasses import validate_typed_dict  # takes a while
     from huggingface_hub.errors import StrictDataclassFieldValidationError
@@ -169,7 +173,8 @@ def check_type(name: str, value: Any, hint: Any, kinds: str | None = None) -> No
     try:
         validate_typed_dict(_typed_field(hint), {"value": value})
     except StrictDataclassFieldValidationError:
-        raise UserError(f"{name} must be {kinds or describe_type(hint)}, got {short_repr(value)}.") from None
+        got = value if given is _SAME else given
+        raise UserError(f"{name} must be {kinds or describe_type(hint)}, got {short_repr(got)}.") from None
 
 
 def as_path(name: str, value: Any) -> Path:

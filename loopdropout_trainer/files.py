@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -125,6 +125,47 @@ def model_hint(name: str) -> str:
     return f" Did you mean {by_name[matches[0]]!r}?"
 
 
+_SIMILAR_FILE = 0.75
+"""Least similarity of the names of two files without their endings, of which one can be a mistake for the other."""
+
+
+def _without_ending(file: str) -> str:
+    return str(Path(file.removesuffix(".gz")).with_suffix(""))
+
+
+def find_similar_file(name: str, others: Iterable[str]) -> str | None:
+    """Return the file with nearly the same name, or None. Endings do not count, because they make all names similar."""
+    by_stem: dict[str, list[str]] = {}
+    for other in others:
+        by_stem.setdefault(_without_ending(other), []).append(other)
+    stems = difflib.get_close_matches(_without_ending(name), by_stem, n=1, cutoff=_SIMILAR_FILE)
+    if not stems:
+        return None
+    same = sorted(by_stem[stems[0]])
+    return difflib.get_close_matches(name, same, n=1, cutoff=0)[
+        0
+    ]  # with the ending that is meant, if there are several
+
+
+def file_hint(path: Path, is_readable: Callable[[str], bool]) -> str:
+    """Return the end of a message about a file that does not exist, with a path that is nearly the same.
+
+    Args:
+        path: Path of the file.
+        is_readable: Function that returns whether a file of a name can be meant.
+    """
+    folder, name = path.parent, path.name
+    if not folder.is_dir():
+        siblings = [other.name for other in folder.parent.glob("*") if other.is_dir()]
+        matches = difflib.get_close_matches(folder.name, siblings, n=1, cutoff=_SIMILAR_FILE)
+        if not matches:
+            return ""
+        folder = folder.with_name(matches[0])
+    others = [other.name for other in folder.glob("*") if is_readable(other.name)]
+    found = find_similar_file(name, others)
+    return "" if found is None else f" Did you mean {str(folder / found)!r}?"
+
+
 def recipe_hint(name: str, others: Iterable[str] = ()) -> str:
     """Return the end of a message about a recipe that does not exist, from the package's recipes and the names of others.
 
@@ -144,9 +185,9 @@ def recipe_hint(name: str, others: Iterable[str] = ()) -> str:
     matches = difflib.get_close_matches(stem, sorted(folders), n=1, cutoff=0.75)
     if matches:
         return f" Did you mean the folder {matches[0]!r}? `loopdropout recipes {matches[0]}` lists its recipes."
-    hint = closest_match(file, [*others, *recipes], cutoff=0.75)  # all of them are similar, because of `.yaml`
-    if hint:
-        return hint
+    similar = find_similar_file(file, [*others, *recipes])
+    if similar is not None:
+        return f" Did you mean {similar!r}?"
     stems = {Path(recipe).stem for recipe in recipes}
     matches = difflib.get_close_matches(Path(stem).name, sorted(stems), n=1, cutoff=0.8)
     if matches:  # a name without its folder has a mistake

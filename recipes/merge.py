@@ -93,7 +93,8 @@ def main(argv: list[str] | None = None) -> None:
         standalone=args.standalone,
     )
     replaced = ", and replaces the one that was there" if is_replaced else ""
-    print(f"The merged model is in {merged}{replaced}")
+    factor = "" if args.scale == 1 else f", with {args.scale:g} times the update"
+    print(f"The merged model is in {merged}{factor}{replaced}")
 
     # Push
     if args.hub_model_id:

@@ -80,6 +80,7 @@ class DataArguments(NamedFieldsMixin):
         None,
         "Fewest and most steps of generated arithmetic problems. Default: 3 5, or 2 3 for `arithmetic_short`.",
         nargs=2,
+        kinds="two numbers from 1 to 5",
     )
 
     def __post_init__(self):

@@ -18,7 +18,8 @@ from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.data.csv_files import check_cells, csv_options
 from loopdropout_trainer.data.formats import enumerate_columns
 from loopdropout_trainer.data.sources import DataSource, file_kind
-from loopdropout_trainer.errors import UserError, closest_match, hint_at_login, short_repr
+from loopdropout_trainer.errors import UserError, hint_at_login, short_repr
+from loopdropout_trainer.files import file_hint
 from loopdropout_trainer.limits import check_encoding, check_nesting
 
 
@@ -98,6 +99,10 @@ def _check_one_kind(files: Sequence[str]) -> None:
             )
 
 
+def _has_kind(file: str) -> bool:
+    return file_kind(file) is not None
+
+
 def _kind_of(file: str) -> str:
     """Return the kind of a file, which is JSON if its ending is not known."""
     return file_kind(file) or "json"
@@ -175,8 +180,7 @@ def check_files(files: Iterable[str]) -> None:
         if path.exists() and not path.is_file():
             raise UserError(f"`train_files` and `eval_files` must be files, got {file}, which is a pipe or a device.")
         if "://" not in file and not path.exists() and not glob(file, recursive=True):
-            others = [other.name for other in path.parent.glob("*") if file_kind(other.name)]
-            raise UserError(f"The file {file} does not exist.{closest_match(path.name, others, cutoff=0.75)}")
+            raise UserError(f"The file {file} does not exist.{file_hint(path, is_readable=_has_kind)}")
 
 
 def _read_dataset(source: DataSource) -> Dataset:

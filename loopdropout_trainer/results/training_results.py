@@ -59,6 +59,17 @@ def count_examples(dataset: Dataset) -> tuple[int, int | None]:
     return sum(len(lengths) for lengths in dataset["seq_lengths"]), len(dataset)
 
 
+def count_held_out_examples(trainer: Trainer) -> dict[str, int]:
+    """Return the number of the examples of a held-out loss as the column `n`, or no column for a stream."""
+    from datasets import Dataset
+
+    data = trainer.eval_dataset
+    if not isinstance(data, Dataset):
+        return {}
+    num_examples, _ = count_examples(data)
+    return {"n": num_examples}
+
+
 def mean_loss(history: Sequence[Mapping[str, float]]) -> float:
     """Return the training loss of a log: the mean over all steps, also of those before an interruption, or NaN without a loss.
 
@@ -105,11 +116,15 @@ def training_results(trainer: Trainer) -> list[dict[str, Any]]:
     values |= _mean_rewards(history)
     rows = []
     for name, value in values.items():
+        if math.isnan(value):  # it is not known
+            continue
         gates = "unit"
         if name == "train_loss" and trainer.rule.draws_gates:
             gates = DRAWN  # while the held-out loss is measured at gates of 1
-        if not math.isnan(value):  # else it is not known
-            rows.append({"metric": name, "value": value, "unit": UNITS.get(name, ""), "gates": gates})
+        row = {"metric": name, "value": value, "unit": UNITS.get(name, ""), "gates": gates}
+        if name == "eval_loss":
+            row |= count_held_out_examples(trainer)
+        rows.append(row)
     return rows + _mean_gates(trainer)
 
 

@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from loopdropout_trainer.data.sources import describe_data, read_sources
-from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, count, short_repr
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, public_name, read_text
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
@@ -269,9 +269,14 @@ def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
 
 
 def _held_out_loss(results: Iterable[Mapping[str, Any]], of_base: bool) -> str | None:
-    """Return the loss of the held-out examples at the end, of the adapter or of the base model."""
-    losses = [row["value"] for row in results if row["metric"] == "eval_loss" and is_of_base(row) == of_base]
-    return f"{losses[-1]:.4f}" if losses else None
+    """Return the loss of the held-out examples at the end with their number, of the adapter or of the base model."""
+    losses = [row for row in results if row["metric"] == "eval_loss" and is_of_base(row) == of_base]
+    if not losses:
+        return None
+    text, size = f"{losses[-1]['value']:.4f}", losses[-1].get("n")
+    if size is None:  # of a stream, or a result of an earlier version
+        return text
+    return f"{text} ({count(size, 'example')})"
 
 
 def name_repository(folder: str | Path, repo_id: str, revision: str | None = None) -> bool:

@@ -97,7 +97,8 @@ def merged_state_dict(model: PeftModel, scale: float = 1.0) -> dict[str, Tensor]
         scale: Factor of the update. It has the effect of this gate in every loop.
 
     Raises:
-        UserError: If the adapter cannot be merged, or the base weights are sharded, or quantized to other than 4 bits.
+        UserError: If the adapter cannot be merged, or the base weights are sharded, or quantized to other than 4 bits, or a
+            merged weight is not finite.
     """
     adapter = find_active_adapter(model)
     base = model.get_base_model()
@@ -116,7 +117,13 @@ def merged_state_dict(model: PeftModel, scale: float = 1.0) -> dict[str, Tensor]
                 f"`{name}` is quantized or sharded. Save the adapter, load the base model unquantized in one process, "
                 "and merge there."
             )
-        merged[weight_name] = (weight.float() + scale * update.float()).to(weight.dtype)
+        summed = (weight.float() + scale * update.float()).to(weight.dtype)
+        if not summed.isfinite().all():
+            raise UserError(
+                f"The merged weights of `{name}` must be finite, got infinity or NaN in {str(weight.dtype).split('.')[-1]}. "
+                f"Check the adapter, and set `scale`, which is {scale:g}, to a smaller number."
+            )
+        merged[weight_name] = summed
     return {name.replace(".base_layer.", "."): tensor for name, tensor in merged.items()}
 
 
@@ -207,6 +214,27 @@ def _check_arguments(processing_class: Any, repo_id: Any, scale: Any) -> None:
     check_type("`scale`", scale, int | float)
     if not math.isfinite(scale):
         raise UserError(f"`scale` must be a finite number, got {scale}.")
+    effect = describe_unusual_scale(scale)
+    if effect is not None:
+        logger.warning(effect)
+
+
+_LARGEST_USUAL_SCALE = 2
+"""Largest gate of Loop Dropout with p = 0.5, and so the largest factor of an update in its training."""
+
+
+def describe_unusual_scale(scale: float) -> str | None:
+    """Return a sentence about a factor of the update that is rarely meant, or None for a usual one."""
+    if scale == 0:
+        return "With a `scale` of 0, the merged model is the base model, because no part of the update is merged."
+    if scale < 0:
+        return f"With a `scale` of {scale:g}, the update is subtracted from the base model. To merge it, set 1."
+    if scale > _LARGEST_USUAL_SCALE:
+        return (
+            f"With a `scale` of {scale:g}, the update is merged {scale:g} times, and no training has seen it so large. "
+            "The scale 1 merges it as it was trained."
+        )
+    return None
 
 
 def _find_tokenizer(model: PeftModel, output_dir: Path) -> PreTrainedTokenizerBase | None:

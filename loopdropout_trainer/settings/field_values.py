@@ -29,13 +29,22 @@ def is_optional(hint: Any) -> bool:
 
 def read_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
     """Return a value as a field takes it. Raise UserError unless it has the field's type, choices and bounds."""
-    value = _fit(value, hint)
-    check_choice(field.name, value, _find_choices(field, hint))
-    if isinstance(value, list):
-        _check_single(field.name, value, hint)
-    check_type(f"`{field.name}`", value, hint, field.metadata.get("kinds"))
-    check_value(field, value, hint)
-    return value
+    fitted = _fit(value, hint)
+    check_choice(field.name, fitted, _find_choices(field, hint))
+    if isinstance(fitted, list):
+        _check_single(field.name, fitted, hint)
+    kinds = field.metadata.get("kinds") or describe_accepted(hint)
+    check_type(f"`{field.name}`", fitted, hint, kinds, given=value)
+    check_value(field, fitted, hint)
+    return fitted
+
+
+def describe_accepted(hint: Any) -> str:
+    """Return the type of a field in words, with the single values of which `read_value` makes a list."""
+    types = single_types(hint)
+    if not _takes_single_item(types):
+        return describe_type(hint)
+    return f"{describe_type(_item_type(types))} or {describe_type(hint)}"
 
 
 def _check_single(name: str, values: Sequence[Any], hint: Any) -> None:
@@ -43,7 +52,7 @@ def _check_single(name: str, values: Sequence[Any], hint: Any) -> None:
     if name in HOW_TO_COMPARE and len(values) > 1 and not _is_list(hint):
         words = short_repr([*values])
         raise UserError(
-            f"`{name}` must be {describe_type(hint)}, got {words}. To compare several, {HOW_TO_COMPARE[name]}."
+            f"`{name}` must be {describe_accepted(hint)}, got {words}. To compare several, {HOW_TO_COMPARE[name]}."
         )
 
 
@@ -51,8 +60,8 @@ def _fit(value: Any, hint: Any) -> Any:
     """Return a value as a field's type takes it: a list, a float of an integer, a text of a number, or a path without `~`."""
     types = single_types(hint)
     item_type = _item_type(types)
-    takes_lists_only = str not in types and value is not None
-    if item_type is not None and (isinstance(value, list) or takes_lists_only):
+    is_single_item = value is not None and _takes_single_item(types)
+    if item_type is not None and (isinstance(value, list) or is_single_item):
         return [_fit(item, item_type) for item in items_of(value)]
     if isinstance(value, str) and value.startswith("~/"):
         return os.path.expanduser(value)
@@ -61,6 +70,11 @@ def _fit(value: Any, hint: Any) -> Any:
     if str in types and isinstance(value, int | float) and type(value) not in types:
         return json.dumps(value)
     return value
+
+
+def _takes_single_item(types: Collection[Any]) -> bool:
+    """Return whether a single value is accepted as a list of one item. Where a text is another type, it stays a text."""
+    return _item_type(types) is not None and str not in types
 
 
 def _item_type(types: Collection[Any]) -> Any:

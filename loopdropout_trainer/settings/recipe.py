@@ -20,8 +20,8 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from loopdropout_trainer.errors import UserError, closest_match, hide_secrets
-from loopdropout_trainer.files import check_links, recipe_hint, recipe_names, recipes_folder, write_file
+from loopdropout_trainer.errors import UserError, hide_secrets
+from loopdropout_trainer.files import check_links, file_hint, recipe_hint, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.settings.field_hints import InnerFields, field_hint
 from loopdropout_trainer.settings.field_values import is_optional, option_value, read_value
 from loopdropout_trainer.settings.fields import items_of
@@ -129,9 +129,12 @@ def _check_import(path: Path) -> None:
     if path.is_dir():
         found = f"and {path} is a folder."
     else:
-        others = [file.name for file in path.parent.glob("*") if file.suffix in (".py", ".yaml")]
-        found = f"and there is no file {path}.{closest_match(path.name, sorted(others))}"
+        found = f"and there is no file {path}.{file_hint(path, is_readable=_can_import)}"
     raise UserError(f"`--import` must be given Python files or task files, {found}")
+
+
+def _can_import(file: str) -> bool:
+    return file.endswith((".py", ".yaml"))
 
 
 def imported_name(path: str | Path) -> str:

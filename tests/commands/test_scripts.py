@@ -23,6 +23,7 @@ from helpers.files import ROOT, load_script, read_lines, write_lines
 from helpers.results import expected_results
 from helpers.tiny import TINY, tiny_hrm, tiny_ouro
 from loopdropout_trainer import default_peft_config, load_model
+from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import describe_version
 from loopdropout_trainer.gates import RULES
@@ -318,11 +319,13 @@ def test_results_belong_to_the_best_checkpoint(tmp_path):
     assert losses["eval_loss"] > base["value"]  # also that of the kept checkpoint
     assert " is above the base model's, " in text and "Train with a lower `learning_rate` than 0.1.\n" in text
     assert re.search(rf"(?m)^base model +{base['value']:.5g}\b", tables(text).split("\n\n")[0])
+    (ours,) = [row for row in rows if row["metric"] == "eval_loss"]
+    assert ours["n"] == base["n"] == 8
     for folder in (tmp_path, tmp_path / "merged"):
         card = (folder / "README.md").read_text()
         assert f"| Kept weights | {kept} |" in card
-        assert f"| Held-out loss (nats per token) | {losses['eval_loss']:.4f} |" in card
-        assert f"| Held-out loss (nats per token), base model | {base['value']:.4f} |" in card
+        assert f"| Held-out loss (nats per token) | {losses['eval_loss']:.4f} (8 examples) |" in card
+        assert f"| Held-out loss (nats per token), base model | {base['value']:.4f} (8 examples) |" in card
 
 
 STOPS_EARLY = f"{FEW_MEASUREMENTS} --compare_with null --learning_rate 0.1 --eval_strategy steps --eval_steps 2"
@@ -755,6 +758,21 @@ def test_missing_file_is_named_before_the_plan(tmp_path, monkeypatch, capsys, fi
             ["--model_name_or_path=tiny-ouro", "--output_dir=out", "--dry_run=true", "--bf16=false", *words]
         )
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("file", "hint"), [
+    ("data.jsonl", ""),  # has little more than its ending in common with chats.jsonl
+    ("chats.json", " Did you mean 'chats.jsonl'?"),
+    ("rows/chat.jsonl.gz", ""),
+    ("parst/chats_2.jsonl", " Did you mean 'parts/chats_1.jsonl'?"),
+])  # fmt: skip
+def test_hint_at_missing_file_has_a_similar_path(tmp_path, monkeypatch, file, hint):
+    monkeypatch.chdir(tmp_path)
+    Path("parts").mkdir()
+    for name in ("chats.jsonl", "parts/chats_1.jsonl", "parts/notes.txt"):
+        write_lines(Path(name), [{"prompt": "1", "completion": "2"}])
+    with user_error(f"^{re.escape(f'The file {file} does not exist.{hint}')}$"):
+        check_files([file])
 
 
 @pytest.mark.parametrize(("script", "words", "message"), MISTAKES)

@@ -30,7 +30,7 @@ from loopdropout_trainer.results.run_files import write_results
 from loopdropout_trainer.saving.cards import name_repository, write_model_card
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.loading import save_adapter_metadata
-from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.saving.merging import describe_unusual_scale, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.saving.pushing import explain_push, keep_card, list_files, patterns_left_out
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import write_code
@@ -271,6 +271,23 @@ def test_merged_logits_equal_gates_of_the_scale(tmp_path, lora, scale):
         assert_close(load(tmp_path)(IDS).logits, model(IDS).logits)
     said = ("the update scaled by 0.3", "merged update | 0.3 |", "scaled")
     assert [text for text in said if text in card] == [text for text in said if scale < 1]
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [(0, "is the base model"), (-1, "is subtracted from the base model"), (5, "merged 5 times"), (0.3, ""), (1, "")],
+)
+def test_unusual_scale_of_a_merge_is_named(scale, said):
+    sentence = describe_unusual_scale(scale) or ""
+    assert said in sentence and bool(sentence) == bool(said)
+
+
+def test_merge_names_weights_that_are_not_finite(tmp_path, log):
+    with user_error(
+        r"The merged weights of `.*q_proj` must be finite, .* set `scale`, which is 1e\+60, to a smaller number"
+    ):
+        merge_and_save(with_adapter(None), tmp_path, scale=1e60)
+    assert "no training has seen it so large" in log.text and not list(tmp_path.iterdir())
 
 
 def test_merged_bfloat16_weights_are_rounded_once(tmp_path):

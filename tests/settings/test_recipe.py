@@ -190,8 +190,8 @@ def test_import_runs_a_file_once(write, tmp_path, monkeypatch):
     assert (tmp_path / "count").read_text() == "x"
     with user_error("`--import` must be given Python files or task files, and there is no file nowhere.py"):
         read("--name", "x", "--import", "nowhere.py")
-    with user_error(f"there is no file {tmp_path}/mni.py. Did you mean 'mine.py'?"):
-        read("--name", "x", "--import", f"{tmp_path}/mni.py")
+    with user_error(f"there is no file {tmp_path}/min.py. Did you mean '{tmp_path}/mine.py'?"):
+        read("--name", "x", "--import", f"{tmp_path}/min.py")
     with user_error(f"must be given Python files or task files, and {tmp_path} is a folder."):
         read("--name", "x", "--import", str(tmp_path))
 
@@ -246,7 +246,8 @@ def test_run_depends_on_the_import_of_its_model(write, monkeypatch):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["--datasets", '["a.jsonl"]'], "`datasets` must be a list of items such as `- path: chats.jsonl`, got ['a.jsonl']."),
-    (["--datasets", "a.jsonl"], "`datasets` must be a list of items such as `- path: chats.jsonl`, got ['a.jsonl']."),
+    (["--datasets", "a.jsonl"], "`datasets` must be a list of items such as `- path: chats.jsonl`, got 'a.jsonl'."),
+    (["--arithmetic_steps", "x"], "`arithmetic_steps` must be two numbers from 1 to 5, got 'x'."),
     (["--fractions", "0.5", "0.5"], "`fractions` is not a field of this script. Set `fraction` in each item of `datasets`."),
 ])  # fmt: skip
 def test_messages_show_the_form_of_datasets(words, message):
@@ -280,7 +281,7 @@ def test_import_adds_a_preparation(write, monkeypatch):
         ("seed: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
         ("extends: recipe.yaml\n", "extends itself"),
         ("extends: [a.yaml]\n", "`extends` must be the name of one recipe, got ['a.yaml']"),
-        ("name: x\nitems: [1, b]\n", "`items` must be a list of integers, got [1, 'b']."),
+        ("name: x\nitems: [1, b]\n", "`items` must be an integer or a list of integers, got [1, 'b']."),
         (["--name", "x", "--mapping", "{a"], "`mapping` is not readable"),
         (["--name", "x", "--rate"], "`rate` must have a value."),
         (["--name", "x\udc80"], r"must be texts in UTF-8, got 'x\udc80'."),
@@ -495,6 +496,13 @@ def test_recipes_of_another_script_name_it(write):
         parse(SFT_TYPES, [write("recipe: quickstart.yaml\n")])
     with user_error("`model_name_or_path` is not .* whose recipe is the field `recipe` of a sweep"):
         parse((load_script("recipes/sweep.py").Sweep,), ["quickstart.yaml"])
+
+
+def test_accepted_single_value_of_a_list_is_named():
+    with user_error(r"`p` must be a number or a list of numbers, got 'abc'\."):
+        parse(SFT_TYPES, ["quickstart.yaml", "--p", "abc"])
+    (*_, config) = parse(SFT_TYPES, ["quickstart.yaml", "--p", "0.25"])
+    assert config.p in (0.25, [0.25])
 
 
 @pytest.mark.parametrize("words", [["--learning_rate", "1e-3", "2e-3"], ["--learning_rate", "[1e-3, 2e-3]"]])

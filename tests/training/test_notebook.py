@@ -173,7 +173,8 @@ def test_cards_of_python_have_the_facts_of_a_run(train, make_sft, tmp_path):
     cards = [Path(folder, "README.md").read_text() for folder in (trainer.args.output_dir, tmp_path / "merged")]
     loss = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log][-1]
     for card in cards:
-        assert f"| Held-out loss (nats per token) | {loss:.4f} |" in card
+        num_held_out = len(trainer.eval_dataset)
+        assert f"| Held-out loss (nats per token) | {loss:.4f} ({num_held_out} examples) |" in card
         assert re.search(r"\| Training data \| 48 examples \(digest \w{16}\) \|", card)
         assert "## Recipe" in card and "learning_rate: 0.01" in card
     untrained = make_sft(p=0.25)  # in the folder of the other training
