@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin
@@ -117,6 +118,28 @@ def closest_match(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str
         return f" Did you mean {longer[0]!r}?"
     matches = difflib.get_close_matches(str(name), choices, n=1, cutoff=cutoff)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def find_mistyped(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that a mistyped one almost surely means, such as `p` for `pp` or `P`, or None.
+
+    It is for attributes, of which libraries and users set others with similar names.
+    """
+    known = [choice for choice in known if not choice.startswith("_")]
+    letters = _letters(name)
+    for choice in known:
+        if _letters(choice) == letters:
+            return choice
+    for choice in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.85):
+        if abs(len(choice) - len(name)) <= 2:  # a longer name is one of its own
+            return choice
+    return None
+
+
+def _letters(name: str) -> str:
+    """Return a name in lower case, without underscores and doubled letters."""
+    letters = name.lower().replace("_", "")
+    return "".join(letter for letter, _ in groupby(letters))
 
 
 @cache

@@ -20,13 +20,12 @@ from transformers.utils import cached_file, logging
 from loopdropout_trainer.errors import (
     UserError,
     as_path,
-    check_name,
     closest_match,
     first_line,
-    hint_at_login,
     short_repr,
 )
-from loopdropout_trainer.files import model_hint, model_path, public_name, read_text
+from loopdropout_trainer.files import model_path, public_name, read_text
+from loopdropout_trainer.hub import TOKENIZER_FILES, download_files, split_revision
 from loopdropout_trainer.limits import bounded_rendering, check_length, end_rendering, render_chat
 
 
@@ -128,7 +127,7 @@ def load_tokenizer(
 
     Args:
         name_or_path: Hub name or folder of a model, or `tiny-ouro`.
-        revision: Branch, tag or commit on the Hub.
+        revision: Branch, tag or commit on the Hub. It can also follow the name after an `@`.
         chat_template: Chat template in place of the tokenizer's own, as in `set_chat_template`.
         eos_token: Token that ends answers. Default: the chat template's, else the tokenizer's own.
 
@@ -137,7 +136,6 @@ def load_tokenizer(
     """
     as_path("name_or_path", name_or_path)
     name_or_path = model_path(name_or_path)
-    check_name(str(name_or_path))
     if Path(name_or_path).is_dir() and not Path(name_or_path, "tokenizer.json").is_file():
         raise UserError(
             f"{name_or_path} must have a tokenizer, but it has no tokenizer.json. Save a merged model with its tokenizer by "
@@ -146,7 +144,7 @@ def load_tokenizer(
     for beginning, tokenizer_name in TOKENIZERS.items():
         if str(name_or_path).startswith(beginning):  # the revision is one of the model's repository
             name_or_path, revision = tokenizer_name, None
-    tokenizer = _read_tokenizer(name_or_path, revision or "main")
+    tokenizer = _read_tokenizer(name_or_path, revision)
     if tokenizer.eos_token is None and PLAIN_TOKENS["eos_token"] in tokenizer.get_vocab():
         for name, token in PLAIN_TOKENS.items():
             _set_token(tokenizer, name, token)
@@ -160,16 +158,17 @@ def load_tokenizer(
     return tokenizer
 
 
-def _read_tokenizer(name_or_path: str | Path, revision: str) -> PreTrainedTokenizerFast:
+def _read_tokenizer(name_or_path: str | Path, revision: str | None) -> PreTrainedTokenizerFast:
     """Return the tokenizer in a folder or repository. Raise UserError if it cannot be loaded."""
+    if not Path(name_or_path).is_dir():  # transformers would ask for each file for half a minute without a connection
+        name_or_path, revision = split_revision(str(name_or_path), revision)
+        _, revision = download_files(name_or_path, revision, "tokenizer", TOKENIZER_FILES)
     try:
-        cached_file(name_or_path, "tokenizer.json", revision=revision)  # its error names the Hub
-        return PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision)
+        return PreTrainedTokenizerFast.from_pretrained(
+            name_or_path, revision=revision or "main", local_files_only=True
+        )
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"The tokenizer of {name_or_path} cannot be loaded: {first_line(error)}{model_hint(str(name_or_path))}"
-            f"{hint_at_login(error)}"
-        ) from None
+        raise UserError(f"The tokenizer of {name_or_path} cannot be loaded: {first_line(error)}") from None
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, field: str = "chat_template") -> None:

@@ -132,6 +132,25 @@ def is_packaged(cls: type[GateRule]) -> bool:
     return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
+def _check_class(cls: type[GateRule]) -> None:
+    """Raise UserError unless the class of a rule is a dataclass with a name of its own, and its options are no fields."""
+    name = vars(cls).get("name")
+    example = f"`name = {cls.__name__.lower()!r}`"
+    if name is None:
+        raise UserError(f"The rule {cls.__name__} must have a `name` of its own. Write {example} in the class.")
+    if not isinstance(name, str) or not name:
+        raise UserError(
+            f"The `name` of the rule {cls.__name__} must be a text such as {example}, got {short_repr(name)}."
+        )
+    if "__dataclass_fields__" not in vars(cls):
+        raise UserError(f"The rule {cls.__name__} must be a dataclass. Write `@dataclass` under `@register_rule`.")
+    for own in dataclasses.fields(cls):
+        if own.name in GateRule.__annotations__:  # else recipes would have it in `rule_args`
+            raise UserError(
+                f"`{own.name}` of the rule {cls.__name__} must not be a field. Write it without a type, as in {example}."
+            )
+
+
 def register_rule(cls: type[GateRule]) -> type[GateRule]:
     """Add a rule to the registry under its `name`. The class must be a dataclass, whose fields are those of `rule_args`.
 
@@ -139,10 +158,7 @@ def register_rule(cls: type[GateRule]) -> type[GateRule]:
     """
     if not isinstance(cls, type) or not issubclass(cls, GateRule):
         raise UserError(f"`register_rule` takes a subclass of `GateRule`, got {short_repr(cls)}.")
-    if not {"__dataclass_fields__", "name"} <= {*vars(cls)}:
-        raise UserError(
-            f"The rule {cls.__name__} must be a dataclass with its own `name`. Write `@dataclass` under `@register_rule`."
-        )
+    _check_class(cls)
     if cls.name in RULES and is_packaged(RULES[cls.name]) and not is_packaged(cls):
         raise UserError(
             f"The rule {cls.__name__} must have a `name` of its own, got {cls.name!r}, which is a rule of this package."

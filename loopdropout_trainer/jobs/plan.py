@@ -22,10 +22,10 @@ from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.errors import UserError, count, is_unreachable, join_command
 from loopdropout_trainer.files import model_path
+from loopdropout_trainer.hub import can_reach_hub, is_hub_name, means_folder
 from loopdropout_trainer.jobs.runs import Run
 from loopdropout_trainer.memory import count_parameters, find_smallest_projection, read_depth, read_shape
 from loopdropout_trainer.results.run_files import DEVELOPMENT
-from loopdropout_trainer.saving.hub import can_reach_hub, is_hub_name, means_folder
 from loopdropout_trainer.saving.pushing import LOG_IN, find_repository, has_token
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.terminal import titled

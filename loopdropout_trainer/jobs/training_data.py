@@ -21,8 +21,8 @@ from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.errors import UserError, is_unreachable
 from loopdropout_trainer.files import model_path
+from loopdropout_trainer.hub import can_reach_hub, means_folder
 from loopdropout_trainer.jobs.example_plan import add_counts, count_rows, list_examples
-from loopdropout_trainer.saving.hub import can_reach_hub, means_folder
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.recipe import build_part
 from loopdropout_trainer.training.config import (

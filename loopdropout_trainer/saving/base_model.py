@@ -7,9 +7,10 @@ A difference is a warning then, because two names may have the same weights.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -20,9 +21,9 @@ from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import public_name
+from loopdropout_trainer.hub import resolve_commit
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.facts import Source
-from loopdropout_trainer.saving.hub import resolve_commit
 from loopdropout_trainer.saving.metadata import METADATA_FILE
 
 
@@ -54,6 +55,15 @@ def digest_weights(model: nn.Module) -> str | None:
         sample = weight.detach().flatten()[:_NUM_SAMPLES].bfloat16()
         samples.append(sample.cpu().view(torch.int16).numpy().tobytes())
     return xxhash.xxh3_128_hexdigest(b"|".join(sorted(samples)))
+
+
+def describe_weights(config: Any, dtype: Any) -> dict[str, Any]:
+    """Return the data type and the quantization of a base model's weights, as JSON."""
+    quantization = getattr(config, "quantization_config", None)
+    if hasattr(quantization, "to_dict"):
+        quantization = quantization.to_dict()
+    as_json = json.loads(json.dumps(quantization, default=str))  # its data types become texts
+    return {"dtype": str(dtype).removeprefix("torch."), "quantization": as_json}
 
 
 def check_base(source: Source, model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from loopdropout_trainer.data.sources import describe_data, read_sources
 from loopdropout_trainer.errors import UserError, closest_match, count, short_repr
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, public_name, read_text
 from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.hub import is_hub_name
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
 from loopdropout_trainer.results.run_files import (
@@ -38,7 +39,6 @@ from loopdropout_trainer.saving.checkpoints import (
     describe_unsaved_best,
     load_state,
 )
-from loopdropout_trainer.saving.hub import is_hub_name
 
 
 CARD_FILE = "README.md"

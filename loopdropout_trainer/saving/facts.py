@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import is_checkpoint, model_path, public_name
 from loopdropout_trainer.gates.texts import describe_listed_depths, expand_gates, parse_gates
+from loopdropout_trainer.hub import split_revision
 from loopdropout_trainer.results.run_files import read_accepted_imports, read_imports
 from loopdropout_trainer.results.sweep_folder import describe_progress, list_runs
 from loopdropout_trainer.saving import integrity
-from loopdropout_trainer.saving.hub import split_revision
 from loopdropout_trainer.saving.metadata import describe_plain_texts, describe_system_turn
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, as_path, check_type, short_repr
+from loopdropout_trainer.hub import is_hub_name
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results.run_files import RECIPE_FILE
@@ -42,7 +43,6 @@ from loopdropout_trainer.saving.cards import (
     write_model_card,
 )
 from loopdropout_trainer.saving.facts import Source
-from loopdropout_trainer.saving.hub import is_hub_name
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.saving.pushing import (
     create_branch,

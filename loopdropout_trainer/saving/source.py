@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loopdropout_trainer.errors import UserError, as_path, check_name, choose_advice, count, join_command
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path, read_json_object
+from loopdropout_trainer.hub import TOKENIZER_FILES, download_files, split_revision
 from loopdropout_trainer.memory import read_depth
 from loopdropout_trainer.results.run_files import (
     RECIPE_FILE,
+    RESULTS_FILE,
     RUN_FILE,
     is_of_training,
     read_own_results,
@@ -33,7 +35,6 @@ from loopdropout_trainer.results.sweep_folder import list_runs
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, to_metadata
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints, newest_checkpoint, warn_once
 from loopdropout_trainer.saving.facts import LOADABLE, MODELS, WITHOUT_MODEL, Kind, Source
-from loopdropout_trainer.saving.hub import download_small_files, split_revision
 from loopdropout_trainer.saving.metadata import METADATA_FILE, read_metadata
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter, holds_adapter, read_saved_adapter
 
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 
 FILES_OF_A_RUN = (RECIPE_FILE, RUN_FILE, STATE_FILE, "training_args.bin")
 """Files next to an adapter that a training, also one of another program, has saved in a folder of its own."""
+
+_SMALL_FILES = (*TOKENIZER_FILES, "*adapter_*", "looped.py", RECIPE_FILE, RESULTS_FILE)
+"""Files of a repository that tell what it is. The weights of an adapter are among them, a model's are not."""
 
 
 class Files(NamedTuple):
@@ -74,7 +78,7 @@ def find_source(
         repository, commit, folder = None, None, path
     else:
         repository, revision = split_revision(text, revision)
-        folder, commit = download_small_files(repository, revision, what)
+        folder, commit = download_files(repository, revision, what, _SMALL_FILES)
     metadata = read_metadata(folder)
     files = _find_files(folder.resolve(), text, metadata)
     if files.kind not in accept:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -14,7 +13,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
-from loopdropout_trainer.errors import UserError, as_path, hide_secrets, short_repr
+from loopdropout_trainer.errors import UserError, as_path, find_mistyped, hide_secrets, short_repr
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
 from loopdropout_trainer.gates.rule import fields_of
@@ -149,9 +148,9 @@ class GateConfig:
         if is_made and is_usual_name(name) and not hasattr(self, name):
             raise UserError(f"`{name}` is not a field of {type(self).__name__}.{_hint(name, value, vars(self))}")
         if is_made and not hasattr(self, name):
-            meant = difflib.get_close_matches(name, vars(self), n=1, cutoff=0.85)
-            if meant:
-                raise UserError(f"`{name}` is not a field of {type(self).__name__}. Did you mean {meant[0]!r}?")
+            meant = find_mistyped(name, vars(self))
+            if meant is not None:
+                raise UserError(f"`{name}` is not a field of {type(self).__name__}. Did you mean {meant!r}?")
         is_field = name in self.__dataclass_fields__
         if is_field and hasattr(value, "tolist"):  # numbers of numpy and torch, which JSON and YAML do not know
             value = value.tolist()
@@ -196,15 +195,23 @@ class GateConfig:
         check_fields(self, [name for name, value in made.items() if getattr(self, name) != value])
 
     def __repr__(self) -> str:
-        """Return the fields that the user has given or changed, without tokens. `print` shows all fields."""
-        values = {name: word_of(getattr(self, name)) for name in self.given_fields()}
-        if values.get("hub_token") is not None:
-            values["hub_token"] = "***"  # noqa: S105
-        fields = ", ".join(f"{name}={value!r}" for name, value in _without_token(values).items())
-        return f"{type(self).__name__}({fields})"
+        """Return the fields that the user has given or changed, without tokens."""
+        return f"{type(self).__name__}({', '.join(self._describe(self.given_fields()))})"
 
     def __str__(self) -> str:
-        return hide_secrets(super().__str__())
+        """Return the fields of `__repr__` and all fields of this package, one in each line."""
+        own = [*GateConfig.__annotations__, *type(self).__annotations__]
+        names = dict.fromkeys([*self.given_fields(), *own])
+        fields = self._describe(name for name in names if name in self.to_dict())
+        lines = [f"{type(self).__name__}(", *(f"    {field}," for field in fields), ")"]
+        return "\n".join([*lines, "The other fields have their defaults. `to_dict()` has all fields."])
+
+    def _describe(self, names: Iterable[str]) -> list[str]:
+        """Return texts such as "p=0.5" of fields, without tokens."""
+        values = {name: word_of(getattr(self, name)) for name in names}
+        if values.get("hub_token") is not None:
+            values["hub_token"] = "***"  # noqa: S105
+        return [hide_secrets(f"{name}={value!r}") for name, value in _without_token(values).items()]
 
     def given_fields(self) -> list[str]:
         """Return the names of the fields that the user has given or changed. The libraries and this class set others."""

@@ -71,6 +71,24 @@ def reset_accelerator(args: TrainingArguments) -> None:
     _reset_state(args)
 
 
+class OwnAcceleratorMixin:
+    """The accelerator of a trainer, which works again after another configuration or trainer was made."""
+
+    _accelerator: Accelerator
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Accelerator of this trainer. It is made again if a newer configuration has reset the state of all accelerators."""
+        reset_accelerator(self.args)
+        if not hasattr(self._accelerator.state, "distributed_type"):
+            self.create_accelerator_and_postprocess()
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+
 def allow_another_deepspeed_trainer(args: TrainingArguments) -> None:
     """Reset the state that all accelerators of a process share, if an earlier trainer has set it for DeepSpeed.
 

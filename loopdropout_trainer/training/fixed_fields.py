@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import TrainingArguments
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, find_mistyped, short_repr
+from loopdropout_trainer.settings.field_hints import USUAL_NAMES
 
 
 RULE_FIELDS = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args")
@@ -118,10 +118,18 @@ def find_changed(args: TrainingArguments, made_with: Mapping[str, Any]) -> list[
 def changed_field(args: TrainingArguments, made_with: Mapping[str, Any], name: str) -> UserError:
     """Return the error about a field that has changed since a trainer was made."""
     before, now = short_repr(made_with[name]), short_repr(getattr(args, name))
-    fix = "Make a new trainer."
-    if name in ("rule", "rule_args"):
-        fix = "Set another rule by `trainer.rule = ...`, to its name or to a rule such as `ExactlyM(m=2)`."
-    return UserError(f"`{name}` must keep its value {before} after the trainer was made, got {now}. {fix}")
+    return UserError(
+        f"`{name}` must keep its value {before} after the trainer was made, got {now}. {_how_to_change(name)}"
+    )
+
+
+def _how_to_change(field: str) -> str:
+    """Return the sentence that says how a field of a trainer's arguments is changed."""
+    if field in ("rule", "rule_args"):
+        return "Set another rule by `trainer.rule = ...`, to its name or to a rule such as `ExactlyM(m=2)`."
+    if field in _READ_ONCE:
+        return "Make a new trainer."
+    return f"Set it by `trainer.args.{field} = ...`."
 
 
 def check_attribute(trainer: Any, name: str, value: Any) -> None:
@@ -137,14 +145,30 @@ def check_attribute(trainer: Any, name: str, value: Any) -> None:
     is_field = name in (*_OFTEN_SET, *_READ_ONCE)
     if is_field and not _has_settable(trainer, name):
         raise UserError(
-            f"`{name}` must be set on the arguments, by `trainer.args.{name} = ...`, and not on the trainer."
+            f"`{name}` must be set in the arguments of the trainer, and not on the trainer. {_how_to_change(name)}"
         )
-    if not hasattr(trainer, name):
-        meant = difflib.get_close_matches(name.lower(), _SETTABLE, n=1, cutoff=0.85)
-        if meant:
-            raise UserError(f"`{name}` is not an attribute of the trainer. Did you mean {meant[0]!r}?")
     if name == "train_dataset":
         _check_prepared(trainer.train_dataset, value)
+    if not hasattr(trainer, name):
+        _check_name(trainer, name)
+
+
+def _check_name(trainer: Any, name: str) -> None:
+    """Raise UserError for a mistyped name of an attribute, or for the name of a field in another trainer."""
+    known = [*_SETTABLE]
+    for field in (*_OFTEN_SET, *_READ_ONCE):
+        if hasattr(trainer.args, field):
+            known.append(field)
+    meant = USUAL_NAMES.get(name)
+    if meant not in known:
+        meant = find_mistyped(name, known)
+    if meant in _SETTABLE:
+        raise UserError(f"`{name}` is not an attribute of the trainer. Did you mean {meant!r}?")
+    if meant is not None:
+        raise UserError(
+            f"`{name}` is not an attribute of the trainer. Did you mean the field {meant!r} of its arguments? "
+            f"{_how_to_change(meant)}"
+        )
 
 
 def _has_settable(trainer: Any, name: str) -> bool:

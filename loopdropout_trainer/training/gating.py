@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gate_state import BatchOptions
 from loopdropout_trainer.gates import RULES, GateRule
-from loopdropout_trainer.gates.rule import as_rule, change_p, fields_of, is_packaged
+from loopdropout_trainer.gates.rule import as_rule, fields_of, is_packaged
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     adapted_layers,
@@ -80,20 +81,23 @@ class GatingMixin:
         progress = "not trained yet"
         if self.state.max_steps:  # of a training that has begun
             progress = f"step {self.state.global_step:,} of {self.state.max_steps:,}"
-        return f"{type(self).__name__} of {name} with {self._find_next_rule()}, {progress}"
+        return f"{type(self).__name__} of {name} with {self.rule}, {progress}"
 
     @property
     def rule(self) -> GateRule:
         """Rule that draws the gates. The fields of `args` make it, which also name it in results and cards.
 
         Setting another rule, also by its name, sets these fields. The present name keeps its fields. Another rule must train
-        the same kind of adapter.
+        the same kind of adapter. A new `args.p` applies outside of a training, whose rule stays the same.
         """
+        if self._has_read_fields and not self.is_in_train:
+            with suppress(TypeError, UserError):  # the rule has no `p`, or its value is wrong, as `train` says
+                self._take_p()
         return self._rule
 
     @rule.setter
     def rule(self, rule: str | GateRule) -> None:
-        rule = as_rule(rule, self._find_next_rule())
+        rule = as_rule(rule, self.rule)
         if not isinstance(rule, RULES.get(rule.name, ())):
             raise UserError(f"`rule` must be a rule with `@register_rule`, got {short_repr(rule)}.")
         if _describe_kind(rule) != _describe_kind(self._rule):
@@ -101,6 +105,10 @@ class GatingMixin:
                 f"`rule` must train the adapter as {self._rule.name!r} does, which this trainer was made for, got "
                 f"{short_repr(rule)}. Make a new trainer."
             )
+        self._set_rule(rule)
+
+    def _set_rule(self, rule: GateRule) -> None:
+        """Set the rule, and the fields of `args` that describe it, also its own `p` if that was None."""
         for name, value in fields_of(rule).items():
             setattr(self.args, name, value)
             self._made_with[name] = value
@@ -205,27 +213,22 @@ class GatingMixin:
         else:
             base.forward = self._forward
 
-    def _find_next_rule(self) -> GateRule:
-        """Return the rule with the present `p` of `args`, which the next training reads. A wrong `p` raises an error there."""
-        if self.args.p in (None, self._made_with["p"]):
-            return self._rule
-        try:
-            return change_p(self._rule, self.args.p)
-        except (TypeError, UserError):  # the rule has no such field, or the value is wrong
-            return self._rule
+    def _take_p(self) -> None:
+        """Make a new rule if only `p` has changed of the fields that describe the rule."""
+        rule_fields = {name: self._made_with[name] for name in RULE_FIELDS}
+        if find_changed(self.args, rule_fields) != ["p"]:
+            return
+        rule = self.args.make_rule()
+        if rule.alpha_factor == self._rule.alpha_factor:  # which the adapter was made with
+            self._set_rule(rule)
 
     def _read_rule(self) -> None:
         """Make a new rule if `p` has changed, and raise UserError if another field has that is not read again."""
+        self._take_p()
         changed = find_changed(self.args, self._made_with)
-        if not changed:
-            self._check_own_rule()
-            return
-        if changed == ["p"]:
-            rule = self.args.make_rule()
-            if rule.alpha_factor == self.rule.alpha_factor:  # which the adapter was made with
-                self.rule = rule  # which also sets the rule's own `p`, if it has been set to None
-                return
-        raise changed_field(self.args, self._made_with, changed[-1])
+        if changed:
+            raise changed_field(self.args, self._made_with, changed[-1])
+        self._check_own_rule()
 
     def _check_own_rule(self) -> None:
         """Raise UserError if a user's rule is not the one that the saved settings name, which has other fields or new code."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
@@ -30,7 +29,7 @@ from loopdropout_trainer.means import RuleFault
 from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
 from loopdropout_trainer.renames import hide_library_warnings, renamed_attribute
-from loopdropout_trainer.saving.base_model import digest_weights
+from loopdropout_trainer.saving.base_model import describe_weights, digest_weights
 from loopdropout_trainer.saving.facts import MODELS
 from loopdropout_trainer.saving.loading import explain_keywords, load_skeleton
 from loopdropout_trainer.saving.source import find_source
@@ -41,6 +40,7 @@ from loopdropout_trainer.training.argument_checks import check_kinds, check_name
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import (
+    OwnAcceleratorMixin,
     allow_another_deepspeed_trainer,
     check_devices,
     check_processes,
@@ -120,16 +120,7 @@ def _count_examples(arguments: Mapping[str, Any]) -> float:
     return sum(len(dataset) if isinstance(dataset, Sized) else math.inf for dataset in datasets)
 
 
-def describe_weights(config: Any, dtype: Any) -> dict[str, Any]:
-    """Return the data type and the quantization of a base model's weights, as JSON."""
-    quantization = getattr(config, "quantization_config", None)
-    if hasattr(quantization, "to_dict"):
-        quantization = quantization.to_dict()
-    as_json = json.loads(json.dumps(quantization, default=str))  # its data types become texts
-    return {"dtype": str(dtype).removeprefix("torch."), "quantization": as_json}
-
-
-class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, OptimizerMixin):
+class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, OptimizerMixin, OwnAcceleratorMixin):
     """Setup of a TRL trainer, whose `__init__` is made by `with_gates`.
 
     Attributes:
@@ -344,19 +335,12 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         looped.base_revision = config.revision = revision
         self.saved_facts["base_weights"] = digest_weights(self.model)
 
-    def restore_accelerator(self) -> None:
-        """Make the accelerator again if its state is gone or another trainer's. Each new configuration resets it."""
-        reset_accelerator(self.args)
-        if not hasattr(self.accelerator.state, "distributed_type"):
-            self.create_accelerator_and_postprocess()
-
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate with all gates at 1, as transformers' Trainer does. A dataset is prepared as the training data."""
         check_present(self.model)
         eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
-        self.restore_accelerator()
         self.forget_drawn_gates()
         with hide_library_warnings(), closing_bars(self), self.step_clock.pause():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -370,7 +354,6 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         """
         check_present(self.model)
         test_dataset = prepare_given(self, "test_dataset", test_dataset)
-        self.restore_accelerator()
         self.forget_drawn_gates()
         with hide_library_warnings(), closing_bars(self):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)

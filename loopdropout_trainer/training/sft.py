@@ -184,7 +184,6 @@ class GateSamplingMixin(AdapterTrainingMixin):
         """
         self.check_surroundings()
         num_loops = self.num_loops
-        self.restore_accelerator()
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         self.forget_drawn_gates()  # GRPO generates before its first loss
         self.forget_other_optimizer()

@@ -208,7 +208,7 @@ def test_tokenizer_without_configuration_has_special_tokens(tmp_path):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
     tokenizer.save_pretrained(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved")("1\n").input_ids == tokenizer("1\n").input_ids
-    with pytest.raises(UserError, match="The tokenizer of SandyResearch/parcae-tokenizer cannot be loaded"):
+    with pytest.raises(UserError, match="The tokenizer SandyResearch/parcae-tokenizer cannot be loaded"):
         load_tokenizer("SandyResearch/parcae-140m")
 
 

@@ -211,11 +211,22 @@ def test_rules_of_the_package_are_not_replaced():
             register_rule(own)
 
 
-def test_rule_without_dataclass_or_name_raises():
-    without_name = dataclass(frozen=True)(type("Own", (LoopDropout,), {}))
-    for rule in (type("Own", (GateRule,), {"name": "own"}), without_name):
-        with user_error("The rule Own must be a dataclass with its own `name`"):
-            register_rule(rule)
+@pytest.mark.parametrize(
+    ("base", "fields", "is_dataclass", "message"),
+    [
+        (GateRule, {"name": "own"}, False, "must be a dataclass. Write `@dataclass` under `@register_rule`"),
+        (GateRule, {}, False, "must have a `name` of its own. Write `name = 'own'` in the class"),
+        (LoopDropout, {}, True, "must have a `name` of its own. Write `name = 'own'` in the class"),
+        (GateRule, {"name": 5}, True, "must be a text such as `name = 'own'`, got 5"),
+        (GateRule, {"name": "own", "__annotations__": {"name": str}}, True, "must not be a field. .* without a type"),
+    ],
+)  # fmt: skip
+def test_rule_without_dataclass_or_name_raises(base, fields, is_dataclass, message):
+    rule = type("Own", (base,), {"sample": LoopDropout.sample, **fields})
+    if is_dataclass:
+        rule = dataclass(frozen=base is LoopDropout)(rule)
+    with patch.dict(RULES), user_error(message):
+        register_rule(rule)
 
 
 def test_rule_without_sample_raises():

@@ -539,9 +539,33 @@ def test_base_models_on_the_hub_are_told_by_their_weights(hub, places, tmp_path,
     assert "was trained on" not in log.text
 
 
+@pytest.mark.parametrize("name", ["tiny-oruo", "Ouro-1.4B"])
+def test_short_name_close_to_a_model_does_not_ask_the_hub(monkeypatch, name):
+    """Without a connection, the Hub's client would try for half a minute."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **fields: pytest.fail("the Hub is asked"))
+    for read in (load_model, load_tokenizer, find_source):
+        with user_error(f"There is no folder {name}, and a model on the Hub has .* user/model. Did you mean '.*uro"):
+            read(name)
+
+
+def test_tokenizer_of_an_unreachable_hub_is_one_question(monkeypatch):
+    asked = []
+
+    def fail(name, **fields):
+        asked.append(name)
+        raise ConnectionError("no connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with user_error(
+        "The tokenizer user/model cannot be loaded: .* no repository that can be read on the Hub .no conn"
+    ):
+        load_tokenizer("user/model@branch")
+    assert {*asked} == {"user/model"} and len(asked) == 2  # the Hub, and then its cache
+
+
 def test_hints_are_made_for_errors_only(hub, monkeypatch):
     """A hint reads all recipes of the package."""
-    monkeypatch.setattr("loopdropout_trainer.saving.hub.model_hint", lambda name: pytest.fail("a hint is made"))
+    monkeypatch.setattr("loopdropout_trainer.hub.model_hint", lambda name: pytest.fail("a hint is made"))
     assert find_source(BASE, revision="v1").commit == V1
 
 

@@ -20,6 +20,7 @@ FLOORS = """
 arithmetic bounds memory renames terminal
 errors
 files gates limits reruns rewards
+hub
 gate_state tokenizers
 looped means
 lora models settings

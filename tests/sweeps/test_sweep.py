@@ -28,6 +28,7 @@ from helpers.errors import user_error
 from helpers.files import ROOT, load_script, read_lines
 from helpers.hub import running_hub
 from helpers.processes import PATIENCE, ForkedPopen, Program, python, wait_for
+from loopdropout_trainer import hub
 from loopdropout_trainer.costs.evaluations import HOW_TO_TIME
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.files import TINY_OURO_PATH, lock_folder
@@ -39,7 +40,6 @@ from loopdropout_trainer.results.imported_code import accept_other_code, describ
 from loopdropout_trainer.results.run_files import read_run, write_results
 from loopdropout_trainer.results.sweep_folder import SweepRun, describe_choices, describe_progress, read_summary
 from loopdropout_trainer.results.sweep_scores import read_score
-from loopdropout_trainer.saving import hub
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.recipe import dump_recipe, import_files, load_recipe, parse
 from loopdropout_trainer.sweeps.code import (

@@ -323,7 +323,12 @@ def test_recipe_of_python_makes_the_same_adapter(train, log, lora, targets, unsa
     assert (unsaved or "") in log.text
 
 
+def draw_first_batch(trainer):
+    return trainer.sample_gates(next(iter(trainer.get_train_dataloader()))).gates
+
+
 ONCE_MORE = {
+    "batches and gates": draw_first_batch,
     "train": lambda trainer: trainer.train(),
     "evaluate": lambda trainer: trainer.evaluate(),
     "predict": lambda trainer: trainer.predict(trainer.eval_dataset),
@@ -337,13 +342,15 @@ def test_config_of_another_trainer_changes_nothing(make_sft, config, action, is_
     trainer, alone = make_sft(), make_sft()
     for one in (trainer, alone) if is_trained else ():
         one.train()
-    config(p=0.25)
+    config(p=0.25, bf16=action == "batches and gates")
     got = ONCE_MORE[action](trainer)
     trainer.accelerator.wait_for_everyone()
     want = ONCE_MORE[action](alone)
     assert_same_weights(trainer, alone)
     if action == "evaluate":
         assert got["eval_loss"] == want["eval_loss"]
+    if action == "batches and gates":
+        assert torch.equal(got, want) and trainer.accelerator.mixed_precision == "no"
 
 
 def test_trainer_takes_a_config_that_is_older_than_another(make_sft, config, dataset, tokenizer):
@@ -931,15 +938,26 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
     assert trainer.p == trainer.saved_settings()["p"] == 0.5
     with user_error("`callback` must be a `TrainerCallback`, got 'x'"):
         trainer.add_callback("x")
-    for name in ("learning_rate", "max_steps", "max_length", "rule_args", "gate_seed"):
-        with user_error(f"`{name}` must be set on the arguments, by `trainer.args.{name} = ...`"):
+    on_arguments = "by `trainer.args.NAME = ...`"
+    for name, fix in {
+        "learning_rate": on_arguments,
+        "max_length": "Make a new trainer",
+        "rule_args": "`trainer.rule =",
+    }.items():
+        with user_error(f"`{name}` must be set in the arguments of the .*{fix.replace('NAME', name)}"):
             setattr(trainer, name, 1)
     trainer.note = "an attribute of the user"
-    for name, meant in {"rul": "rule", "P": "p", "num_lops": "num_loops"}.items():
+    for name, meant in {"rul": "rule", "P": "p", "pp": "p", "dropout": "p", "num_lops": "num_loops"}.items():
         with user_error(f"`{name}` is not an attribute of the trainer. Did you mean '{meant}'?"):
             setattr(trainer, name, 1)
+    for name, meant in {"lr": "learning_rate", "leraning_rate": "learning_rate", "seeed": "seed"}.items():
+        with user_error(f"`{name}` is not an .* the field '{meant}' of its arguments. .*`trainer.args.{meant} = ...`"):
+            setattr(trainer, name, 1)
     trainer.args.p = 0.25
-    assert "LoopDropout(p=0.25)" in repr(trainer)
+    assert trainer.rule.p == trainer.p == 0.25 and "LoopDropout(p=0.25)" in repr(trainer)
+    trainer.args.p = 2
+    assert trainer.rule.p == 0.25  # `train` raises the error
+    trainer.args.p = 0.25
     trainer.rule = "loop_dropout"  # its present name
     assert trainer.p == trainer.rule.p == 0.25
     with user_error("`rule` must be one of .*, got 'exactly_n'. Did you mean 'exactly_m'"):
@@ -1011,7 +1029,10 @@ def test_trainer_and_its_arguments_are_short_and_have_no_token(config, make_sft)
     assert text.startswith("LoopDropoutConfig(") and "hub_token='***'" in text and "\n" not in text
     assert "max_steps=4" in text and "eval_strategy='steps'" in text and "adam_beta1" not in text
     assert "model_init_kwargs={'dtype': 'float32'}" in text
-    assert "adam_beta1=0.9" in str(args) and TOKEN not in text + str(args)
+    shown = str(args)
+    assert "\n    max_steps=4,\n" in shown and "\n    p=0.5,\n" in shown and "\n    loss_average='tokens',\n" in shown
+    assert "adam_beta1" not in shown and TOKEN not in text + shown and len(shown.splitlines()) < 40
+    assert shown.endswith("`to_dict()` has all fields.") and args.to_dict()["adam_beta1"] == 0.9
     trainer = make_sft(load_model("tiny-ouro"), max_steps=1)
     args = trainer.args
     args.weight_decay = 0.5

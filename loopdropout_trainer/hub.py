@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
 from loopdropout_trainer.errors import UserError, check_name, first_line, hint_at_login
 from loopdropout_trainer.files import model_hint, model_path
-from loopdropout_trainer.results.run_files import RECIPE_FILE, RESULTS_FILE
 
 
-_SMALL_FILES = ["*.json", "*.jinja", "*token*", "*adapter_*", "looped.py", RECIPE_FILE, RESULTS_FILE]
-"""Files of a repository that tell what it is. The weights of an adapter are among them, a model's are not."""
+TOKENIZER_FILES = ("*.json", "*.jinja", "*token*")
+"""Patterns of the files of a repository that a tokenizer and a chat template are read from."""
 _LARGE_FILES = ["*checkpoint-*/*", "global_step*/*"]
 
 
@@ -42,13 +42,17 @@ def split_revision(name: str, revision: str | None = None) -> tuple[str, str | N
     return repository, own
 
 
-def download_small_files(name: str, revision: str | None, what: str) -> tuple[Path, str]:
-    """Download the small files of a repository, and return their folder and the commit.
+def download_files(name: str, revision: str | None, what: str, patterns: Sequence[str]) -> tuple[Path, str]:
+    """Download files of a repository, and return their folder and the commit.
+
+    A name without an owner that is close to the name of a known model is an error without a question to the Hub, which could
+    take half a minute without a connection.
 
     Args:
         name: Name of the repository, as the user typed it.
         revision: Branch, tag or commit.
         what: Noun for the thing in messages.
+        patterns: Patterns of the names of the files.
 
     Raises:
         UserError: If the repository cannot be read.
@@ -57,8 +61,12 @@ def download_small_files(name: str, revision: str | None, what: str) -> tuple[Pa
 
     hint = partial(model_hint, name)  # which reads all recipes, so only for an error
     check_name(name, hint)
+    if "/" not in name and not is_downloaded(name):
+        meant = hint()
+        if meant:
+            raise UserError(f"There is no folder {name}, and a model on the Hub has a name such as user/model.{meant}")
     try:
-        folder = _download(name, revision)
+        folder = _download(name, revision, patterns)
     except RevisionNotFoundError:
         raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from None
     except (OSError, ValueError) as error:
@@ -73,8 +81,16 @@ def download_small_files(name: str, revision: str | None, what: str) -> tuple[Pa
     return Path(folder), Path(folder).name
 
 
-def _download(name: str, revision: str | None) -> str:
-    """Return the folder with the small files of a repository, from the cache if the Hub cannot be reached.
+def is_downloaded(name: str) -> bool:
+    """Return whether the cache of the Hub has files of a repository."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model")).is_dir()
+
+
+def _download(name: str, revision: str | None, patterns: Sequence[str]) -> str:
+    """Return the folder with files of a repository, from the cache if the Hub cannot be reached.
 
     Releases of the Hub's client before 2.0 read the cache only for a branch or a tag. For a commit they ask the Hub, and raise
     the errors of the library that connects.
@@ -83,7 +99,7 @@ def _download(name: str, revision: str | None) -> str:
     from huggingface_hub.errors import RevisionNotFoundError
 
     download = partial(
-        snapshot_download, name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_LARGE_FILES
+        snapshot_download, name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_LARGE_FILES
     )
     try:
         return download()
