@@ -157,6 +157,14 @@ def find_smallest_projection(config: Mapping[str, Any]) -> int | None:
     return min(min(sizes) for sizes in shape.projections)
 
 
+def list_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the index of the layer of each linear projection of the recurrent block, or () for a model of unknown sizes."""
+    shape = read_shape(config)
+    if shape is None:
+        return ()
+    return tuple(layer for layer in range(shape.looped) for _ in shape.projections)
+
+
 def _count_adapter(shape: Shape, rank: int) -> int:
     return shape.looped * rank * sum(rows + columns for rows, columns in shape.projections)
 
@@ -168,6 +176,7 @@ def estimate_memory(
     rank: int = 16,
     checkpointing: bool = True,
     four_bit: bool = False,
+    num_parameters: int | None = None,
 ) -> dict[str, float]:
     """Return the GB (10^9 bytes) of a LoRA training in bfloat16 by part, and in all (`total`).
 
@@ -181,6 +190,7 @@ def estimate_memory(
         rank: Rank of the adapter on all linear projections of the recurrent block.
         checkpointing: Whether the backward pass computes the layers again.
         four_bit: Whether the linear layers of the frozen model have 4-bit weights.
+        num_parameters: Number of parameters of the adapter. Default: those of all linear projections of the recurrent block.
     """
     shape = read_shape(config)
     if shape is None:
@@ -189,7 +199,8 @@ def estimate_memory(
     layers = shape.looped + outside
     linear = layers * sum(rows * columns for rows, columns in shape.projections)
     num_embeddings = 1 if shape.has_tied_head else 2
-    factors = _count_adapter(shape, rank)
+    if num_parameters is None:
+        num_parameters = _count_adapter(shape, rank)
 
     runs = (num_loops or shape.num_loops) * shape.looped + outside  # of layers, in a forward pass
     kept = FAMILIES[config["model_type"]].kept * shape.hidden + 6 * shape.mlp  # bytes of a token in a run
@@ -201,7 +212,7 @@ def estimate_memory(
     embeddings = num_embeddings * shape.vocabulary * shape.hidden
     parts = {
         "frozen weights": bytes_of_weight * linear + 2 * embeddings,
-        "adapter and optimizer": 16 * factors,  # with gradient and AdamW in float32
+        "adapter and optimizer": 16 * num_parameters,  # with gradient and AdamW in float32
         "activations": activations,
         "overhead": 1.2e9,  # CUDA, the kernels' workspaces, and the loss, which is computed in chunks of tokens
     }

@@ -47,6 +47,7 @@ from loopdropout_trainer.sweeps.code import (
     has_other_results,
     name_other_results,
 )
+from loopdropout_trainer.sweeps.counts import count_by_method
 from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, check_fields, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweeps.plan import print_commands, print_sweep_plan
 from loopdropout_trainer.sweeps.run_times import RunKind, count_left, find_kind, find_means, means_by_method
@@ -216,7 +217,7 @@ class Sweep:
 
     def count(self) -> tuple[int, int]:
         """Return the number of trainings that have ended, and of all trainings."""
-        trainings = self.count_by_method().values()
+        trainings = count_by_method(self).values()
         return sum(ended for ended, _ in trainings), sum(total for _, total in trainings)
 
     def kind(self, run: SweepRun) -> RunKind:
@@ -234,26 +235,6 @@ class Sweep:
     def means(self) -> dict[RunKind, float]:
         """Return the mean seconds of a run of each method and kind, since the start of the sweep or before."""
         return find_means(self)
-
-    def count_by_method(self) -> dict[str, tuple[int, int]]:
-        """Return the number of trainings of each method that have ended, and of all of its trainings.
-
-        A training counts as soon as it has ended, also if it must still be measured. A run that another worker here trains
-        counts from the line about its end on, so that each line counts one training more.
-        """
-        unreported = {run.name for run in self.pool.unreported.copy()}
-        numbers = {}
-        for method in self.recipes:
-            ended = {run.name for run in self.runs(method) if self.has_ended(run)} - unreported
-            numbers[method] = (len(ended), self.num_trainings(method))
-        return numbers
-
-    def has_ended(self, run: SweepRun) -> bool:
-        """Return whether the training of a run has ended with its settings. A run that is not done must still be measured."""
-        if self.is_done(run):
-            return True
-        folder = self.folder(run)
-        return has_trained(folder) and not has_other_results(folder)
 
     def describe_score(self, run: SweepRun) -> str:
         """Return the score that chooses the learning rate, or the first accuracy of a final run, or its held-out loss."""
@@ -336,7 +317,7 @@ class Sweep:
             choices=choices,
             select_on=task,
             full_grid=grid,
-            trainings=self.count_by_method(),
+            trainings=count_by_method(self),
             finished=finished,
             failed=failed,
             waiting=waiting,

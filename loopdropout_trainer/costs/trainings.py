@@ -47,12 +47,14 @@ class Sizes(NamedTuple):
         num_loops: The model's own recurrence depth K.
         num_parameters: Number of parameters of the adapter, which all loops share.
         smallest_projection: Smallest dimension of the adapted projections.
+        layers: Index of the physical layer of each adapted projection, [M], or () if they are not known.
         one_depth_type: `model_type` of a model that trains only at the depth it was built for, else None.
     """
 
     num_loops: int | None = None
     num_parameters: int | None = None
     smallest_projection: int | None = None
+    layers: tuple[int, ...] = ()
     one_depth_type: str | None = None
 
 
@@ -353,6 +355,7 @@ def estimate_training_memory(
         rank=training.rank,
         checkpointing=checkpointing,
         four_bit="load_in_4bit" in str(args.model_init_kwargs),
+        num_parameters=training.num_parameters,
     )
 
 

@@ -22,11 +22,11 @@ from loopdropout_trainer.jobs.plan import (
     describe_plan,
     describe_trained,
     print_next_commands,
-    read_trainings,
     write_plan,
 )
 from loopdropout_trainer.jobs.run_training import load_trained, name_device, train_new
 from loopdropout_trainer.jobs.runs import Run, describe_further
+from loopdropout_trainer.jobs.starts import read_trainings
 from loopdropout_trainer.jobs.training_data import load_training_examples, load_training_tokenizer
 from loopdropout_trainer.results.imported_code import describe_accepted, describe_imports
 from loopdropout_trainer.results.run_files import DEVELOPMENT, RECIPE_FILE, write_run

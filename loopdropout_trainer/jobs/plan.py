@@ -3,86 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from loopdropout_trainer.costs.evaluations import add_answers, count_answers, count_own_problems
 from loopdropout_trainer.costs.paper import describe_paper_costs
-from loopdropout_trainer.costs.published import PUBLISHED
-from loopdropout_trainer.costs.trainings import (
-    Sizes,
-    Training,
-    count_steps,
-    describe_costs,
-    name_epochs,
-    name_trainings,
-)
+from loopdropout_trainer.costs.trainings import Training, count_steps, describe_costs, name_epochs, name_trainings
 from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.data.sources import describe_data
-from loopdropout_trainer.errors import UserError, count, is_unreachable, join_command
-from loopdropout_trainer.files import model_path
-from loopdropout_trainer.hub import can_reach_hub, is_hub_name, means_folder
+from loopdropout_trainer.errors import count, join_command
 from loopdropout_trainer.jobs.runs import Run
-from loopdropout_trainer.memory import count_parameters, find_smallest_projection, read_depth, read_shape
+from loopdropout_trainer.jobs.starts import describe_gates
 from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.saving.pushing import LOG_IN, find_repository, has_token
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.terminal import titled
-from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.evaluation_fields import word_of
 
 
 if TYPE_CHECKING:
     from loopdropout_trainer.training.config import GateConfig
-
-
-class Start(NamedTuple):
-    """Base model and adapter that trainings start from, as far as a plan knows them.
-
-    Attributes:
-        model: Base model.
-        config: Content of the base model's config.json, or an empty mapping.
-        rank: Rank of the adapter, or None if it is not known.
-        sizes: Sizes of the base model and of the adapter.
-    """
-
-    model: ModelArguments
-    config: Mapping[str, Any]
-    rank: int | None
-    sizes: Sizes
-
-
-def read_start(model: ModelArguments, adapter: AdapterArguments) -> Start:
-    """Return what a plan knows of a model and an adapter. It can ask the Hub, and build the model's modules.
-
-    Raises:
-        UserError: If the adapter does not fit the model.
-    """
-    config, rank = read_config(model), find_rank(adapter)
-    return Start(model, config, rank, find_sizes(model, adapter, config, rank))
-
-
-def read_trainings(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments) -> list[Training]:
-    """Return what the costs of each run depend on. The model and the adapter are read once for all runs."""
-    start = read_start(model, adapter)
-    return [make_training(run.args, run.recipe, start) for run in runs]
-
-
-def make_training(args: GateConfig, recipe: Mapping[str, Any], start: Start) -> Training:
-    """Return what the cost of a training depends on.
-
-    Raises:
-        UserError: If the training would refuse the rule or the depths.
-    """
-    from loopdropout_trainer.training.rule_checks import check_depths, check_draws
-
-    rule = args.make_rule()
-    check_draws(rule, runs_several_draws=isinstance(args, LoopDropoutConfig))
-    training = Training(args, recipe, start.model, start.config, start.rank, start.sizes)
-    if training.depth is not None:
-        check_depths(args, rule, training.depth, training.sizes.one_depth_type)
-    return training
 
 
 def describe_plan(
@@ -106,6 +46,7 @@ def describe_plan(
         "data": describe_data(recipe),
         "examples": "",
         "left out": "",
+        "gates": describe_all_gates(trainings) if runs[0].script_args.dry_run else "",  # else a training logs it
         "training": describe_settings(args, recipe.get("num_train_examples")),
         "device": describe_device(runs[0]),
         **describe_costs([(training, 1) for training in trainings], name_trainings(len(runs))),
@@ -121,45 +62,6 @@ def describe_plan(
 def write_plan(plan: Mapping[str, str]) -> list[str]:
     """Return the lines of a plan, without titles that have no text."""
     return [titled(title, text.splitlines()) for title, text in plan.items() if text]
-
-
-def read_config(model: ModelArguments) -> dict[str, Any]:
-    """Return the content of a model's config.json, or an empty dict without a network.
-
-    Of a published model that is not downloaded, it has only the fields that decide its sizes, so that a plan needs no network.
-    """
-    from transformers import PreTrainedConfig
-
-    path, revision = model_path(model.model_name_or_path), model.model_revision
-    with suppress(OSError):  # not downloaded
-        return PreTrainedConfig.get_config_dict(path, revision=revision, local_files_only=True)[0]
-    if path in PUBLISHED:
-        return PUBLISHED[path]
-    if not can_reach_hub():
-        return {}
-    with suppress(OSError):
-        return PreTrainedConfig.get_config_dict(path, revision=revision)[0]
-    return {}
-
-
-def find_rank(adapter: AdapterArguments) -> int | None:
-    """Return the rank of the adapter that is trained, or None if it starts from one on the Hub, which cannot be reached.
-
-    Raises:
-        UserError: If there is no adapter to start from.
-    """
-    name = adapter.adapter_name_or_path
-    if name is None:
-        return adapter.lora_r
-    from loopdropout_trainer.saving.source import find_source
-
-    try:
-        return find_source(name, accept=("adapter",), what="adapter").adapter.read_config().r
-    except UserError as error:
-        is_on_hub = is_hub_name(name) and not means_folder(name)
-        if is_on_hub and is_unreachable(error):  # a plan needs no network
-            return None
-        raise
 
 
 def describe_model(model: ModelArguments, depth: int | None) -> str:
@@ -182,10 +84,10 @@ def describe_adapter(training: Training, adapter: AdapterArguments) -> str:
     """Return the rank, the scale and the number of trained parameters of an adapter, as far as they are known."""
     rank, sizes = training.rank, training.sizes
     if adapter.adapter_name_or_path is not None:
-        start = f"starts from {adapter.adapter_name_or_path}"
-        if rank is None:
-            return start
-        return f"{start}, rank {rank}"
+        text = f"starts from {adapter.adapter_name_or_path}"
+        if rank is not None:
+            text += f", rank {rank}"
+        return f"{text}{_describe_parameters(training)}"
     from loopdropout_trainer.lora.compatibility import describe_high_rank
 
     if adapter.lora_target_modules:
@@ -195,56 +97,21 @@ def describe_adapter(training: Training, adapter: AdapterArguments) -> str:
     text = f"new, rank {rank}, alpha {adapter.lora_alpha}, on {modules}"
     if sizes.num_parameters is None:  # then the smallest projection is not known either
         return text
-    if training.args.make_rule().lora_kind == "gated":  # other rules have more parameters
-        text += f", {sizes.num_parameters:,} parameters"
+    text += _describe_parameters(training)
     return f"{text}\n{describe_high_rank([rank], sizes.smallest_projection)}".rstrip()
 
 
-def find_sizes(model: ModelArguments, adapter: AdapterArguments, config: Mapping[str, Any], rank: int | None) -> Sizes:
-    """Return the sizes of a model and its adapter: from config.json if its fields tell them, else from the modules.
-
-    Raises:
-        UserError: If the model has no modules `lora_target_modules`, or they are not in the recurrent block.
-    """
-    is_new = adapter.adapter_name_or_path is None
-    if is_new and adapter.lora_target_modules:
-        return measure_sizes(model, adapter)
-    if read_shape(config) is not None:  # families that train at any depth
-        num_parameters = None
-        if rank is not None:
-            num_parameters = count_parameters(config, rank)
-        return Sizes(read_depth(config), num_parameters, find_smallest_projection(config))
-    if not config or rank is None:
-        return Sizes()
-    return measure_sizes(model, AdapterArguments(lora_r=rank))
+def _describe_parameters(training: Training) -> str:
+    """Return the number of parameters of an adapter, if it is known. The kinds of some rules add others to it."""
+    number = training.sizes.num_parameters
+    if number is None or training.args.make_rule().lora_kind != "gated":
+        return ""
+    return f", {number:,} parameters"
 
 
-def measure_sizes(model: ModelArguments, adapter: AdapterArguments) -> Sizes:
-    """Return the sizes of a model and of a new adapter on it, from the model's modules without weights.
-
-    Raises:
-        UserError: If the model has no modules `lora_target_modules`, or they are not in the recurrent block.
-    """
-    from peft import get_peft_model
-
-    from loopdropout_trainer.looped import find_looped_model
-    from loopdropout_trainer.lora import default_peft_config
-    from loopdropout_trainer.lora.compatibility import check_layers, find_smallest_dimension
-    from loopdropout_trainer.renames import hide_library_warnings
-    from loopdropout_trainer.saving.loading import load_skeleton
-    from loopdropout_trainer.training.rule_checks import find_one_depth_type
-
-    skeleton = load_skeleton(model.model_name_or_path, model.model_revision)
-    with hide_library_warnings():
-        adapted = get_peft_model(skeleton, default_peft_config(skeleton, adapter.peft_config), low_cpu_mem_usage=True)
-    check_layers(adapted)
-    looped = find_looped_model(skeleton)
-    return Sizes(
-        num_loops=looped.num_loops,
-        num_parameters=adapted.get_nb_trainable_parameters()[0],
-        smallest_projection=find_smallest_dimension(adapted),
-        one_depth_type=find_one_depth_type(looped),
-    )
+def describe_all_gates(trainings: Sequence[Training]) -> str:
+    """Return the warnings about gates of users' rules, each once."""
+    return "\n".join(dict.fromkeys(filter(None, map(describe_gates, trainings))))
 
 
 def describe_step(args: GateConfig) -> str:

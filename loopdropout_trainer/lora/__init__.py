@@ -12,8 +12,10 @@ from loopdropout_trainer.lora.compatibility import (
 )
 from loopdropout_trainer.lora.gated import (
     ADAPTER_KINDS,
+    GatedLora,
     adapted_layers,
     add_gates,
+    check_kind,
     gate_new_layers,
     gated_layers,
     is_gated_by,
@@ -25,7 +27,7 @@ from loopdropout_trainer.lora.gated import (
     use_gates,
 )
 from loopdropout_trainer.lora.learned import LearnedGatesLora
-from loopdropout_trainer.lora.loading import attach_adapter
+from loopdropout_trainer.lora.loading import attach_adapter, check_saved_depth
 from loopdropout_trainer.lora.per_loop import PerLoopLora
 from loopdropout_trainer.lora.sparse import SparseLora
 from loopdropout_trainer.lora.weight_noise import NoisyLora

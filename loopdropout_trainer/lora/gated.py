@@ -356,6 +356,11 @@ def kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]
     present = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, adapter)), GatedLora)
     if rule is None:
         return present
+    return check_kind(present, rule)
+
+
+def check_kind(present: type[GatedLora], rule: Any) -> type[GatedLora]:
+    """Return the kind that a rule trains. Raise UserError if an adapter that is there, or saved, has another kind."""
     kind = ADAPTER_KINDS[rule.lora_kind]
     if present not in (GatedLora, kind):
         raise UserError(

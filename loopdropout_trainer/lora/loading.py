@@ -37,11 +37,7 @@ def attach_adapter(
         trained_for = kind.saved_num_loops(weights)
         if trained_for is None:
             continue
-        if trained_for != num_loops:
-            raise UserError(
-                f"The adapter in {folder} belongs to {trained_for} loops, but the model runs {num_loops}. Set "
-                f"`config.num_loops` to {trained_for}."
-            )
+        check_saved_depth(folder, trained_for, num_loops)
         kinds.append(kind)
     config.inference_mode = not is_trainable
     peft_model = PeftModelForCausalLM(model, config)
@@ -54,6 +50,15 @@ def attach_adapter(
     if not is_trainable:
         peft_model.requires_grad_(False).eval()
     return peft_model
+
+
+def check_saved_depth(folder: Path, trained_for: int, num_loops: int) -> None:
+    """Raise UserError if a model runs another number of loops than a saved adapter has parameters for."""
+    if trained_for != num_loops:
+        raise UserError(
+            f"The adapter in {folder} belongs to {trained_for} loops, but the model runs {num_loops}. Set "
+            f"`config.num_loops` to {trained_for}."
+        )
 
 
 def _check_numbers(weights: dict[str, Tensor], folder: Path) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import Tensor
 
+    from loopdropout_trainer.lora import GatedLora
+
 
 def adapter_folder(folder: str | Path, adapter: str) -> Path:
     """Return where PEFT saves an adapter: `default` in the folder itself, and another one in the subfolder with its name."""
@@ -106,27 +108,33 @@ class SavedAdapter:
             if kind.saved_num_loops(weights) is not None:
                 kind.check_mergeable(weights)
 
-    def find_own_depth(self) -> int | None:
-        """Return the depth of an adapter with parameters for each loop, or None for an adapter that all loops share.
-
-        No tensor is read, only the names and shapes.
-        """
+    def read_shapes(self) -> dict[str, Tensor]:
+        """Return tensors without numbers of the shapes of `read_weights`, or an empty dict if loading would be an error."""
         import torch
         from safetensors import SafetensorError, safe_open
-
-        from loopdropout_trainer.lora import ADAPTER_KINDS
 
         try:
             with safe_open(self.folder / WEIGHTS_FILE, "pt") as file:
                 names = list(file.keys())  # of a file that is no dictionary
                 weights = {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in names}
         except (OSError, SafetensorError):  # loading it says what is wrong
-            return None
+            return {}
+        return authors_format.to_peft_weights(weights) if self.is_authors else weights
+
+    def find_own_depth(self) -> int | None:
+        """Return the depth of an adapter with parameters for each loop, or None for an adapter that all loops share."""
+        return self.find_kind_and_depth()[1]
+
+    def find_kind_and_depth(self) -> tuple[type[GatedLora], int | None]:
+        """Return the kind of the adapter, and its depth if it has parameters for each loop. Only names and shapes are read."""
+        from loopdropout_trainer.lora import ADAPTER_KINDS, GatedLora
+
+        weights = self.read_shapes()
         for kind in ADAPTER_KINDS.values():
             depth = kind.saved_num_loops(weights) if kind.one_depth else None
             if depth is not None:
-                return depth
-        return None
+                return kind, depth
+        return GatedLora, None
 
 
 def read_saved_adapter(folder: Path) -> SavedAdapter:

@@ -16,9 +16,8 @@ from loopdropout_trainer.jobs.plan import (
     describe_length,
     describe_measurements,
     describe_step,
-    make_training,
-    read_start,
 )
+from loopdropout_trainer.jobs.starts import describe_gates, make_training, read_start
 from loopdropout_trainer.jobs.training_data import (
     CONFIGS,
     NotLoaded,
@@ -118,6 +117,7 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
         "seeds": _describe_seeds(sweep),
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
         "each training": _by_method(sizes),
+        "gates": _by_method({method: describe_gates(training) for method, training in trainings.items()}),
         **example_lines,
         **costs,
         "choice": _describe_choice(sweep),
@@ -161,9 +161,11 @@ def _find_running(sweep: Any) -> list[str]:
 
 
 def _check_trainings(sweep: Any) -> None:
-    """Check the data and the fields of all trainings, as a sweep's plan does. Say on stderr which data are not checked."""
+    """Check the data and the fields of all trainings, as a sweep's plan does. Print warnings and unchecked data on stderr."""
     examples = _load_examples(sweep)
     plan = describe_sweep_plan(sweep, examples)
+    if plan["gates"]:
+        print(titled("gates", plan["gates"].splitlines()), file=sys.stderr)
     if not are_all_loaded(examples):
         print(titled("examples", plan["examples"].splitlines()), file=sys.stderr)
 

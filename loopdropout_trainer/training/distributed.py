@@ -42,6 +42,11 @@ def check_processes(accelerator: Accelerator, args: TrainingArguments) -> None:
             f"`per_device_train_batch_size` must be a multiple of the {accelerator.num_processes} processes with "
             f"`split_batches`, got {args.per_device_train_batch_size}."
         )
+    check_parallelism(args)
+
+
+def check_parallelism(args: TrainingArguments) -> None:
+    """Raise UserError if several processes would share an example."""
     if args.parallelism_config is not None and args.parallelism_config.non_data_parallel_size > 1:
         raise UserError("`parallelism_config` must not set `tp_size`, `cp_size` or `sp_size` above 1.")
 

@@ -38,7 +38,7 @@ class LoopDropoutDPOTrainer(ReferenceMixin, GateSamplingMixin, DPOTrainer):
         super().before_init(arguments)
         arguments["args"].check_reference_cache()  # the field may have changed since the configuration was made
         if arguments["ref_model"] is None:
-            check_reference(arguments["model"], "Set `ref_model`")
+            check_reference(arguments["model"], arguments["args"].reference_fix)
 
     def after_init(self) -> None:
         super().after_init()

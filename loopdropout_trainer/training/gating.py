@@ -293,6 +293,4 @@ class GatingMixin:
     @property
     def gate_seed(self) -> int:
         """Seed of the gate and depth draws."""
-        if self.args.gate_seed is None:
-            return self.args.seed
-        return self.args.gate_seed
+        return self.args.seed_of_gates

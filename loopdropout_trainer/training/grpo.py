@@ -57,8 +57,9 @@ class LoopDropoutGRPOTrainer(ReferenceMixin, GateSamplingMixin, GRPOTrainer):
                 f"`train_dataset` must have the column `answer`, the reference that a reward of this package reads, got the "
                 f"columns {', '.join(example)}. Rename one by `Dataset.rename_column`."
             )
-        if arguments["args"].beta != 0:
-            check_reference(arguments["model"], "Set `beta` to 0")
+        fix = arguments["args"].reference_fix
+        if fix is not None:
+            check_reference(arguments["model"], fix)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """Compute log-probabilities with the further inputs that the model needs, as in generation."""

@@ -6,7 +6,6 @@ import copy
 from contextlib import nullcontext
 from typing import Any
 
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
 
@@ -21,10 +20,6 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
     def before_init(self, arguments: dict[str, Any]) -> None:
         """Scale the alpha of a new adapter, so that plain LoRA at inference has the original's expected update."""
         super().before_init(arguments)
-        if arguments["args"].deepspeed and self.rule.draws_per_batch > 1:
-            raise UserError(
-                f"`deepspeed` must not be set with the rule {self.rule.name!r}, because it steps after each pass."
-            )
         lora = arguments["peft_config"]
         if lora is not None:
             factor = self.rule.alpha_factor

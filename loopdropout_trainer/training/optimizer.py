@@ -9,9 +9,15 @@ from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers.utils import is_liger_kernel_available, logging
+from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, first_line, short_repr
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.training.setting_checks import (
+    check_kernels,
+    check_warmup,
+    explain_optimizer,
+    explain_schedule,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -63,20 +69,11 @@ class OptimizerMixin:
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         """Create the learning rate schedule, with its warmup one step ahead if `warmup_from_first_step` is set."""
         is_given = self.lr_scheduler is not None
-        try:
+        with explain_schedule(self.args):
             scheduler = super().create_scheduler(num_training_steps, optimizer)
-        except (TypeError, ValueError) as error:  # of missing, wrong or unknown fields of the schedule
-            raise UserError(
-                f"`lr_scheduler_kwargs` must fit `lr_scheduler_type` {self.args.lr_scheduler_type.value}, got "
-                f"{short_repr(self.args.lr_scheduler_kwargs)} ({first_line(error)})."
-            ) from error
         if is_given or not self.args.warmup_from_first_step:
             return scheduler
-        if not isinstance(scheduler, LambdaLR):
-            raise UserError(
-                f"`warmup_from_first_step` must be false for `lr_scheduler_type` {self.args.lr_scheduler_type}, which has "
-                "a warmup of its own."
-            )
+        check_warmup(self.args, scheduler)
         num_warmup = self.args.get_warmup_steps(num_training_steps)
         factors = [functools.partial(_warm_up, num_warmup=num_warmup, after=after) for after in scheduler.lr_lambdas]
         self.lr_scheduler = LambdaLR(scheduler.optimizer, factors)
@@ -95,13 +92,10 @@ class OptimizerMixin:
 
     def check_packages(self) -> None:
         """Raise UserError if the optimizer or the fused kernels need a package that is not installed."""
-        try:
-            if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            with explain_optimizer(self.args):
                 self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        except ImportError as error:
-            raise UserError(f"`optim` {self.args.optim.value} needs a missing package. {first_line(error)}") from error
-        if self.args.use_liger_kernel and not is_liger_kernel_available():
-            raise UserError("`use_liger_kernel` needs a missing package. Install it with `pip install liger-kernel`.")
+        check_kernels(self.args)
 
 
 def _warm_up(step: int, num_warmup: int, after: Callable[[int], float]) -> float:

@@ -6,7 +6,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.lora import find_active_adapter, kind_of
+from loopdropout_trainer.lora import GatedLora, find_active_adapter, kind_of
 
 
 def check_reference(model: str | PreTrainedModel | PeftModel, fix: str) -> None:
@@ -24,7 +24,11 @@ def check_reference(model: str | PreTrainedModel | PeftModel, fix: str) -> None:
             "trainer, or call `model.delete_adapter('ref')`, so that the present weights are the new reference."
         )
     adapter = find_active_adapter(model)
-    kind = kind_of(model, adapter)
+    check_copied(kind_of(model, adapter), adapter, fix)
+
+
+def check_copied(kind: type[GatedLora], adapter: str, fix: str) -> None:
+    """Raise UserError if TRL cannot copy an adapter of some kind and name to the reference. `fix`: as above."""
     if adapter != "default" or kind.one_depth:
         raise UserError(
             "The trained adapter must be shared by all loops and be named 'default', because TRL copies it to the "

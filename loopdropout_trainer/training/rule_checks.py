@@ -40,9 +40,13 @@ def check_depths(args: GateConfig, rule: GateRule, num_loops: int, one_depth_typ
         raise UserError(f"`depth_sampling` must be 'fixed' for {bound}, got {args.depth_sampling!r}.")
 
 
-def check_draws(rule: GateRule, runs_several_draws: bool) -> None:
-    """Raise UserError if a rule has several draws for a micro-batch, and the trainer runs one."""
-    if rule.draws_per_batch > 1 and not runs_several_draws:
+def check_draws(args: GateConfig, rule: GateRule, runs_several_draws: bool) -> None:
+    """Raise UserError if a rule has several draws for a micro-batch, and the trainer or DeepSpeed runs one."""
+    if rule.draws_per_batch == 1:
+        return
+    if args.deepspeed:
+        raise UserError(f"`deepspeed` must not be set with the rule {rule.name!r}, because it steps after each pass.")
+    if not runs_several_draws:
         raise UserError(
             f"`rule` must have one draw for a micro-batch, got {rule.name!r}. Train it with `LoRADropoutSFTTrainer`, or in a "
             "recipe of `loopdropout sft`."

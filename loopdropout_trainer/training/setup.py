@@ -197,7 +197,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         check_given(args, arguments)
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self.set_rule(args)
-        check_draws(self.rule, self.runs_several_draws)
+        check_draws(args, self.rule, self.runs_several_draws)
         self.step_metrics = defaultdict(list)
         self.formatting_func = arguments.get("formatting_func")
         self._choose_adapter(arguments, skeleton, revision)

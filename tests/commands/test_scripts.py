@@ -27,8 +27,9 @@ from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import describe_version
 from loopdropout_trainer.gates import RULES
-from loopdropout_trainer.jobs.plan import describe_length, measure_sizes, print_next_commands
+from loopdropout_trainer.jobs.plan import describe_length, print_next_commands
 from loopdropout_trainer.jobs.runs import Run
+from loopdropout_trainer.jobs.starts import measure_sizes
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.tables import accuracy_numbers

@@ -1,16 +1,25 @@
 """The plan of a training: mistakes in the data come without it, and it names checkpoints and printed completions."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from helpers.errors import user_error
 from helpers.files import load_script, write_lines
-from helpers.tiny import tiny_hrm
-from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig, load_tokenizer
+from helpers.tiny import tiny_hrm, with_adapter
+from loopdropout_trainer import (
+    LoopDropoutConfig,
+    LoopDropoutDPOConfig,
+    LoopDropoutGRPOConfig,
+    load_model,
+    load_tokenizer,
+)
 from loopdropout_trainer.costs.trainings import Sizes, Training, describe_costs
-from loopdropout_trainer.jobs.plan import make_training, read_start
+from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.jobs.starts import make_training, read_start
+from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments
 
 
@@ -55,6 +64,7 @@ def chat(*roles, key="content"):
     return {"messages": [{"role": role, key: "Hi"} for role in roles]}
 
 
+PLATEAU = "--lr_scheduler_type reduce_lr_on_plateau --eval_strategy epoch --num_eval_examples 2"
 PAIRS = [{"prompt": f"{number} =", "completion": f" {number}"} for number in range(20)]
 
 
@@ -72,6 +82,8 @@ PAIRS = [{"prompt": f"{number} =", "completion": f" {number}"} for number in ran
     (PAIRS, "--train_sampling_strategy batch_rebalance", "`train_sampling_strategy` must be 'random'"),
     (PAIRS, "--rule learned --depth_sampling uniform", "`depth_sampling` must be 'fixed' for the rule 'learned'"),
     (PAIRS, "--p 0.1 0.2", "`p` has 2 values, but the model runs 4 loops"),
+    (PAIRS, "--lr_scheduler_type cosine_with_min_lr", "`lr_scheduler_kwargs` must fit .* cosine_with_min_lr, got None"),
+    (PAIRS, f"{PLATEAU} --warmup_from_first_step true", "`warmup_from_first_step` must be false for .* reduce_lr_on_plateau"),
 ])  # fmt: skip
 def test_mistakes_in_data_come_without_a_plan(plan, rows, words, error):
     """Only the examples that are left out are printed, which may be the reason."""
@@ -164,6 +176,41 @@ def test_other_trainers_refuse_several_draws_in_a_plan():
             make_training(args, {}, start)
     with user_error("`precompute_ref_log_probs` must be False"):
         LoopDropoutDPOConfig("run", precompute_ref_log_probs=True, bf16=False)
+
+
+def test_plan_refuses_several_draws_under_deepspeed():
+    """Which the trainer refuses by the same function."""
+    args = LoopDropoutConfig("run", rule="lora_dropout", bf16=False)
+    args.deepspeed = {"zero_optimization": {"stage": 2}}
+    with user_error("`deepspeed` must not be set with the rule 'lora_dropout', because it steps after each pass"):
+        make_training(args, {}, read_start(ModelArguments(model_name_or_path="tiny-ouro"), AdapterArguments()))
+
+
+@pytest.mark.parametrize("package", ["galore_torch", "liger_kernel"])
+def test_plan_names_missing_packages(plan, package):
+    words = {"galore_torch": "--optim galore_adamw", "liger_kernel": "--use_liger_kernel true"}[package]
+    if find_spec(package) is not None:
+        pytest.skip("It is installed.")
+    plan(PAIRS, words, error=f"`{words.split()[0][2:]}`.* needs a missing package")
+
+
+def test_plan_has_the_modules_of_the_adapter_that_trains(plan, tmp_path):
+    """Its numbers are those of its files, and its kind must be that of the rule."""
+    model = with_adapter(load_model("tiny-ouro"), r=4, target_modules=["q_proj"])
+    model.save_pretrained(tmp_path / "start")
+    start = f"--adapter_name_or_path {tmp_path / 'start'}"
+    number = model.get_nb_trainable_parameters()[0]
+    lines = plan(PAIRS, start)
+    assert f"adapter     starts from {tmp_path / 'start'}, rank 4, {number:,} parameters" in lines
+    assert any(line.startswith(f"disk        about {4 * number / 1e6:.1f} MB for adapters") for line in lines)
+    model = with_adapter(load_model("tiny-ouro"), r=4)
+    add_gates(model, rule=RULES["independent"]())
+    model.save_pretrained(tmp_path / "independent")
+    start = f"--adapter_name_or_path {tmp_path / 'independent'}"
+    plan(PAIRS, start, error="The rule 'loop_dropout' trains a shared adapter, but the model's adapter has")
+    plan(PAIRS, start, "--rule independent --num_loops 2", error="belongs to 4 loops, but the model runs 2")
+    number = model.get_nb_trainable_parameters()[0]  # of all loops
+    assert f"disk        about {4 * number / 1e6:.1f} MB" in "\n".join(plan(PAIRS, start, "--rule independent"))
 
 
 def test_plan_counts_the_problems_of_own_benchmarks(plan):

@@ -825,6 +825,24 @@ def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
     assert f"{done}, about 0:10:00 left" in capsys.readouterr().out
 
 
+def test_plan_warns_of_gates_with_another_mean(lab, capsys, forks):
+    """Only the log of a run has the warning otherwise. The plans of a training and of a sweep have it, and the commands."""
+    exec(HALVED_RULE, {"__name__": "halved"})
+    lab.sweep(methods=["lora", "halved"])
+    sweep.main([lab.file, "--dry_run", "true"])
+    warning = (
+        r"halved: The gates of the rule 'halved' must have the mean 1, .* over 4,096 examples it is 0\.\d+ in loop 1, "
+    )
+    out = capsys.readouterr().out
+    assert re.search(rf"\ngates           {warning}.*\n", out), out
+    sweep.main([lab.file, "--print_commands", "true"])
+    printed = capsys.readouterr()
+    assert re.search(rf"^gates       {warning}", printed.err) and "mean" not in printed.out
+    sft = load_script("recipes/sft.py")
+    sft.main([str(lab.recipe), "--rule", "halved", "--dry_run", "true", "--benchmarks", "arithmetic_test"])
+    assert "\ngates       The gates of the rule 'halved' must have" in capsys.readouterr().out
+
+
 def test_plan_reads_values_as_a_training_does(lab, capsys):
     """A field of a list takes one value."""
     lab.sweep(settings={"eval_num_loops": 8, "benchmarks": "arithmetic_hard"})
@@ -921,6 +939,20 @@ class Broken(GateRule):
         if draw.step == 2:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Process {os.getpid()} has 9.12 GiB in use.")
         return torch.ones(draw.num_loops, len(draw.example_ids))
+"""
+
+
+HALVED_RULE = """
+from dataclasses import dataclass
+from loopdropout_trainer.gates import GateRule, register_rule
+
+@register_rule
+@dataclass(frozen=True)
+class Halved(GateRule):
+    name = "halved"
+
+    def sample(self, draw):
+        return (draw.uniforms("halved", draw.num_loops).T < 0.5).float()
 """
 
 
