@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import inspect
 import json
 import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +24,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from loopdropout_trainer.data.caching import own_files
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.files import PACKAGE
-from loopdropout_trainer.settings.recipe import IMPORTED
+from loopdropout_trainer.evaluation.answer_code import NUM_DIGITS, describe_unused, digest_code
 
 
 if TYPE_CHECKING:
@@ -37,8 +33,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.get_logger(__name__)
-
-_LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "lm-eval")
 
 _UNREAD_CONFIG = {"_name_or_path", "transformers_version", "use_cache"}
 _UNREAD_SETTINGS = {"batch_size_per_gpu", "batch_schedule", "batch_sizes", "max_batch_size", "logits_cache"}
@@ -68,7 +62,7 @@ _SECRET_BYTES = 32
 
 
 def answer_key(lm: LoopedLM) -> str:
-    """Return a hash of everything that the answers of a model depend on, apart from the requests and rounding.
+    """Return digests of everything that the answers of a model depend on, apart from the requests and rounding.
 
     These are its weights and its code, all plain attributes of its modules (as the scales and the active adapter of LoRA
     layers), the depth, the gates, the readout, the end tokens, the tokenizer without its padding, and the settings of lm-eval.
@@ -83,9 +77,9 @@ def answer_key(lm: LoopedLM) -> str:
         "gates in force": _gates_in_force(lm),
         "modules": [[name, *_describe_module(module)] for name, module in lm.model.named_modules()],
         "tokenizer": _describe_tokenizer(lm.tokenizer),
-        "code": _digest_code(lm.model),
     }
-    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    settings = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    digest.update(json.dumps(lm.columns, sort_keys=True, default=str).encode())
     tensors = {
         **dict(lm.model.named_buffers()),
         **lm.model.state_dict(),
@@ -94,7 +88,7 @@ def answer_key(lm: LoopedLM) -> str:
         if torch.is_tensor(tensor):
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()[:32]
+    return "-".join([digest.hexdigest()[:NUM_DIGITS], settings[:NUM_DIGITS], *digest_code(lm.model)])
 
 
 def _settings(lm: LoopedLM) -> dict[str, Any]:
@@ -132,27 +126,6 @@ def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "chat_template": tokenizer.chat_template,
     }
-
-
-def _digest_code(model: nn.Module) -> dict[str, str]:
-    """Return the versions of the libraries, and a hash of the package, of the model's classes and of imported files.
-
-    The files that an imported file imports count, too.
-    """
-    files = {*PACKAGE.rglob("*.py"), *map(Path, IMPORTED)}
-    for path in IMPORTED:
-        if path.endswith(".py"):
-            files |= own_files(Path(path))
-    for cls in {type(module) for module in model.modules()}:
-        try:
-            files.add(Path(inspect.getfile(cls)))
-        except (TypeError, OSError):  # a class of a notebook
-            continue
-    digest = hashlib.sha256()
-    for path in sorted(path for path in files if path.is_file()):
-        digest.update(f"{path.name}\n".encode())  # the folder of an installation may move
-        digest.update(path.read_bytes())
-    return {"files": digest.hexdigest(), **{name: version(name) for name in _LIBRARIES}}
 
 
 def _plain_attributes(instance: Any) -> dict[str, Any]:
@@ -212,6 +185,9 @@ class AnswerCache:
             if path.exists():
                 end = self._read(path)
                 own_end = end if path == own else own_end
+        unused = None if self.answers else describe_unused(Path(folder), key)
+        if unused is not None and rank == 0:
+            logger.warning(unused)
         self.file = os.open(own, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         if own_end not in (b"", b"\n"):
             os.write(self.file, b"\n")  # a killed process has left a part of a line

@@ -12,6 +12,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from loopdropout_trainer.costs.evaluations import DEFAULT_MAX_NEW_TOKENS, HOW_TO_TIME
 from loopdropout_trainer.errors import count
+from loopdropout_trainer.evaluation.answer_code import count_kept
 from loopdropout_trainer.evaluation.harness import leaves_of, name_of
 from loopdropout_trainer.gates.texts import expand_gates
 from loopdropout_trainer.results.run_files import read_own_results, unneeded_columns
@@ -96,7 +97,7 @@ def print_evaluation_plan(
         "time": [HOW_TO_TIME],
         "folder": [folder],
         "done": [f"{num_done:,} of {count(len(settings) * len(numbers), 'result')} with as many problems"],
-        "answers": [_describe_answers(folder)],
+        "answers": _describe_answers(folder),
     }
     _print_plan(plan)
     print(f"\nNext:\n  {command}")
@@ -138,7 +139,7 @@ def print_plan_without_models(
             f"{count(num_settings * sum(numbers), 'problem')}, at all depths",
             f"at most {num_settings * num_tokens:,} generated tokens",
         ]
-    _print_plan({**plan, "folder": [folder], "answers": [_describe_answers(folder)]})
+    _print_plan({**plan, "folder": [folder], "answers": _describe_answers(folder)})
 
 
 def _describe_depths(depths: Sequence[int | None]) -> str:
@@ -190,12 +191,14 @@ def _is_done(setting: Setting, task: str, number: int, rows: Sequence[Mapping[st
     return False
 
 
-def _describe_answers(folder: str) -> str:
-    """Return how many answers the folder keeps."""
-    num_lines = 0
-    for path in Path(folder, "cache").glob("answers_*.jsonl"):
-        with open(path, "rb") as file:
-            num_lines += sum(1 for _ in file)
-    if not num_lines:
-        return "none are kept in the folder"
-    return f"{num_lines:,} are kept in the folder, and used again where model, code, prompt and settings are the same"
+def _describe_answers(folder: str) -> list[str]:
+    """Return the lines about how many answers the folder keeps, and how many of them other code has given."""
+    num_kept, num_other = count_kept(Path(folder, "cache"))
+    lines = ["none are kept in the folder"]
+    if num_kept:
+        lines = [
+            f"{num_kept:,} are kept in the folder, and used again where model, code, prompt and settings are the same"
+        ]
+    if num_other:
+        lines.append(f"{num_other:,} cannot be used, because this package or a file of `--import` changed since")
+    return lines

@@ -17,7 +17,8 @@ from peft import LoraConfig
 from helpers.errors import user_error
 from helpers.tiny import adapted, tiny_ouro, varied
 from loopdropout_trainer import use_gates
-from loopdropout_trainer.evaluation import LoopedLM, answers, evaluate_tasks, looped_lm
+from loopdropout_trainer.evaluation import LoopedLM, answer_code, answers, evaluate_tasks, looped_lm
+from loopdropout_trainer.evaluation.answer_code import count_kept
 from loopdropout_trainer.evaluation.answers import AnswerCache, answer_key
 from loopdropout_trainer.files import PACKAGE
 from loopdropout_trainer.looped import find_looped_model
@@ -157,17 +158,45 @@ def test_key_changes_with_the_code(tmp_path, monkeypatch):
     (tmp_path / "own_part.py").write_text("")
     file.write_text("import own_part\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(answers, "IMPORTED", [str(file)])
+    monkeypatch.setattr(answer_code, "IMPORTED", [str(file)])
     keys.add(answer_key(lm))
     file.write_text("import own_part\nA = 2\n")
     keys.add(answer_key(lm))
     (tmp_path / "own_part.py").write_text("B = 2\n")
     keys.add(answer_key(lm))
-    monkeypatch.setattr(answers, "version", lambda name: "0")
+    monkeypatch.setattr(answer_code, "version", lambda name: "0")
     keys.add(answer_key(lm))
-    monkeypatch.setattr(answers, "PACKAGE", PACKAGE / "models")
+    monkeypatch.setattr(answer_code, "PACKAGE", PACKAGE / "models")
     keys.add(answer_key(lm))
     assert len(keys) == 6
+
+
+def test_answers_of_other_code_are_named(tokenizer, tmp_path, monkeypatch, log):
+    """As after an update in the middle of an evaluation, also in the plan. It is said once, and not of other settings."""
+
+    def evaluate(**options):
+        log.clear()
+        lm = LoopedLM(*new_model(), **options)
+        evaluate_tasks(lm, ["arithmetic_test"], limit=2, max_new_tokens=2, cache_dir=tmp_path / "cache")
+        return log.text
+
+    file = tmp_path / "own_models.py"
+    file.write_text("A = 1\n")
+    monkeypatch.setattr(answer_code, "IMPORTED", [str(file)])
+    assert "answers" not in evaluate() + evaluate(num_loops=2) + evaluate(truncation=True)
+    assert count_kept(tmp_path / "cache") == (6, 0)
+    file.write_text("A = 2\n")
+    assert count_kept(tmp_path / "cache") == (0, 6)
+    sentence = (
+        f"The 2 kept answers of this model in {tmp_path / 'cache'} cannot be used, because {{}} changed since. So all"
+    )
+    assert sentence.format("a file of `--import`") in evaluate(num_loops=2)
+    assert "answers" not in evaluate(num_loops=2) + evaluate(num_loops=2, truncation=True)
+    file.write_text("A = 3\n")
+    monkeypatch.setattr(answer_code, "version", lambda name: "0")
+    sentence = sentence.format("a file of `--import` and a library or the model's code")
+    assert sentence in evaluate(num_loops=2)
+    assert count_kept(tmp_path / "cache") == (2, 10)
 
 
 def request(text, kind="generate_until", **options):
