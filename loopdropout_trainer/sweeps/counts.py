@@ -1,12 +1,27 @@
-"""The numbers of a sweep's trainings: how many there are, and how many have ended."""
+"""The trainings of a sweep: how many there are, how many have ended, and which runs in its folder are of another sweep."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from loopdropout_trainer.errors import count
 from loopdropout_trainer.results.run_files import has_trained
-from loopdropout_trainer.results.sweep_folder import SweepRun
+from loopdropout_trainer.results.sweep_folder import SweepRun, list_runs
 from loopdropout_trainer.sweeps.code import has_other_results
+
+
+_MOST_NAMES = 6
+"""Number of runs that a sentence names."""
+
+
+def name_runs(names: Sequence[str]) -> str:
+    """Return the names of runs as a list in words, which has the first ones if there are many."""
+    text = ", ".join(names[:_MOST_NAMES])
+    if len(names) > _MOST_NAMES:
+        text += f" and {len(names) - _MOST_NAMES} more"
+    return text
 
 
 def count_by_method(sweep: Any) -> dict[str, tuple[int, int]]:
@@ -32,3 +47,27 @@ def _has_ended(sweep: Any, run: SweepRun) -> bool:
         return True
     folder = sweep.folder(run)
     return has_trained(folder) and not has_other_results(folder)
+
+
+def describe_other_runs(sweep: Any) -> str:
+    """Return sentences about runs in the folder with methods, learning rates or seeds that a sweep does not have, or "".
+
+    They are left from another recipe of the sweep, or another sweep shares the folder.
+    """
+    own = set()
+    for method in sweep.recipes:
+        for rate in sweep.choice(method).rates:
+            own.update(sweep.folder(SweepRun(method, rate, seed, False)) for seed in sweep.seeds)
+    others = [
+        folder.relative_to(sweep.output_dir).as_posix() for folder in list_runs(sweep.output_dir) if folder not in own
+    ]
+    if not others:
+        return ""
+    sentences = (
+        f"{count(len(others), 'run')} of other methods, learning rates or seeds, which a report can show, too: "
+        f"{name_runs(others)}. Remove these folders if you do not need them."
+    )
+    unknown = {name.partition("/")[0] for name in others} - sweep.recipes.keys()
+    if unknown and any(not Path(sweep.output_dir, method).exists() for method in sweep.recipes):
+        sentences += " After renaming a method, rename its folder, so that its runs count."
+    return sentences

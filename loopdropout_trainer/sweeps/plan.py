@@ -32,6 +32,7 @@ from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_running, i
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.settings.recipe import build_part
 from loopdropout_trainer.sweeps.code import can_accept_other_results, describe_other_results
+from loopdropout_trainer.sweeps.counts import describe_other_runs
 from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time
 from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
@@ -123,6 +124,7 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
         "choice": _describe_choice(sweep),
         "evaluation": _by_method(_describe_evaluations(sweep)),
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
+        "also there": describe_other_runs(sweep),
         "done": _describe_done(sweep, num_ended, total, measured),
     }
 

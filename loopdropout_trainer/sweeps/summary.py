@@ -27,6 +27,7 @@ from loopdropout_trainer.results.run_files import is_of_base
 from loopdropout_trainer.results.sweep_folder import SweepRun, describe_choice, update_summary
 from loopdropout_trainer.results.sweep_scores import name_score, read_score
 from loopdropout_trainer.sweeps.code import find_incomparable, find_kept_choices, find_other_results
+from loopdropout_trainer.sweeps.counts import describe_other_runs
 
 
 def print_summary(sweep: Any) -> None:
@@ -62,12 +63,20 @@ def print_summary(sweep: Any) -> None:
         print_lowest(loss_numbers(trained))
     if len(sweep.seeds) == 1 and len(sweep.recipes) > 1:
         print("With one seed, the spread over seeds is not known, so the order of the methods can be chance.")
+    _print_other_runs(sweep)
     update_summary(sweep.output_dir, accuracy=table.reset_index().to_dict("records"))
     print(f"\nNext:\n  {join_command('report', sweep.output_dir)}   # tables of losses, accuracies and costs")
     run = find_best_run(sweep)
     if run is not None:
         command = join_command("chat", sweep.folder(run))
         print(f"  {command}   # ask the best adapter of seed {run.seed}: {sweep.describe_score(run)}")
+
+
+def _print_other_runs(sweep: Any) -> None:
+    """Print the runs in the folder that the sweep does not have, because its tables can show them."""
+    others = describe_other_runs(sweep)
+    if others:
+        print(f"The folder has {others}")
 
 
 def find_best_run(sweep: Any) -> SweepRun | None:

@@ -28,6 +28,7 @@ from loopdropout_trainer.results.imported_code import find_other_code
 from loopdropout_trainer.results.run_files import has_trained, read_run
 from loopdropout_trainer.results.sweep_folder import LOCK
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
+from loopdropout_trainer.sweeps.counts import name_runs
 from loopdropout_trainer.sweeps.run_times import MEASURING, RunKind, RunTimes, describe_left
 
 
@@ -98,6 +99,7 @@ class Workers:
         self.failures: dict[Any, str] = {}  # sentences about the runs that failed, which are not tried again
         self.last_message: str | None = None  # of the last run that ended, if it failed
         self.times = RunTimes()  # of the runs that have ended here
+        self.is_waiting = False  # since a line that says so
         self.done_before = 0  # number of runs that were done before `train_all`
         self.num_ended = 0  # number of runs that `train_all` has ended
 
@@ -127,8 +129,20 @@ class Workers:
             if not pending:
                 return
             # One run, because afterwards other runs may be able to start.
-            if not any(self._train_unless_locked(run, gpu) for run in pending):
+            if any(self._train_unless_locked(run, gpu) for run in pending):
+                self.is_waiting = False
+            else:
+                self._say_that_it_waits(pending)
                 self.stopped.wait(1)  # other workers train all of them
+
+    def _say_that_it_waits(self, pending: Sequence[Any]) -> None:
+        """Print once that other processes train all runs that can start, unless a worker here trains one, too."""
+        with self.reporting:
+            if self.is_waiting or self.processes:
+                return
+            self.is_waiting = True
+            names = name_runs([run.name for run in pending])
+            print(f"Waiting, because other processes train all runs that can start now: {names}", flush=True)
 
     def _train_unless_locked(self, run: Any, gpu: dict[str, str]) -> bool:
         """Train a run, unless another worker trains it or it is done. Return whether this worker trained it."""

@@ -843,6 +843,29 @@ def test_plan_warns_of_gates_with_another_mean(lab, capsys, forks):
     assert "\ngates       The gates of the rule 'halved' must have" in capsys.readouterr().out
 
 
+def test_plan_names_runs_that_the_sweep_does_not_have(lab, capsys):
+    """As after a method was renamed, or a learning rate removed. A moved folder is the method's of the new name."""
+    made = lab.run()
+    print_summary(made)
+    assert "The folder has" not in capsys.readouterr().out
+    lab.sweep(learning_rates=[0.02])
+    sweep.main([lab.file, "--dry_run", "true"])
+    text = (
+        "also there      2 runs of other methods, learning rates or seeds, which a report can show, too: lora/lr_0.01/"
+    )
+    out = capsys.readouterr().out
+    assert text in out and "renaming" not in out
+    print_summary(lab.run(learning_rates=[0.02]))
+    assert "The folder has 2 runs of other methods, learning rates or seeds," in capsys.readouterr().out
+    lab.sweep(methods=[{"plain": "lora"}])
+    sweep.main([lab.file, "--dry_run", "true"])
+    assert "After renaming a method, rename its folder, so that its runs count." in capsys.readouterr().out
+    (lab.out / "lora").rename(lab.out / "plain")
+    sweep.main([lab.file, "--dry_run", "true"])
+    out = capsys.readouterr().out
+    assert "also there" not in out and "done            4 of 4 trainings" in out
+
+
 def test_plan_reads_values_as_a_training_does(lab, capsys):
     """A field of a list takes one value."""
     lab.sweep(settings={"eval_num_loops": 8, "benchmarks": "arithmetic_hard"})
@@ -1389,7 +1412,7 @@ def end_sweep(lab, signal_number):
     return program
 
 
-def test_killed_sweep_continues(lab):
+def test_killed_sweep_continues(lab, capsys):
     """The training of a killed sweep goes on with its lock, and the next sweep waits for it."""
     end_sweep(lab, signal.SIGKILL)
     assert "0 of 4 trainings have ended. The sweep is running: 1 run is being" in describe_progress(lab.out)
@@ -1399,6 +1422,23 @@ def test_killed_sweep_continues(lab):
     (lab.folder / "hold").unlink()
     worker.join()
     assert len(lab.log) == 5 and Counter(lab.runs)["lora/lr_0.01/seed_101"] == 1
+    assert "Waiting" not in capsys.readouterr().out
+
+
+def test_sweep_says_once_that_it_waits_for_other_processes(lab, capsys):
+    made = lab.sweep(learning_rates=[0.02], seeds=[101])
+    (run,) = made.pending()
+    made.folder(run).mkdir(parents=True)
+    with open(made.folder(run) / "sweep.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        worker = threading.Thread(target=made.train_all)
+        worker.start()
+        wait_for(lambda: made.pool.is_waiting)
+        made.pool._say_that_it_waits([run])
+    made.pool.stopped.set()
+    worker.join()
+    line = f"Waiting, because other processes train all runs that can start now: {run.name}\n"
+    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_progress_counts_a_training_that_ended_after_its_sweep(lab):
