@@ -260,7 +260,7 @@ def check_num_layers(config: Any, num_layers: int | None) -> None:
 
 @contextmanager
 def use_depth(model: nn.Module, num_loops: int | None) -> Iterator[None]:
-    """Run a model at another recurrence depth inside the block.
+    """Run a model at another recurrence depth inside the block. Use a model in one thread at a time.
 
     Args:
         model: Looped model, with or without wrappers.

@@ -8,6 +8,7 @@ from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.saving.pushing import check_repository
 from loopdropout_trainer.settings.arguments import ScriptArguments
+from loopdropout_trainer.training.argument_checks import check_trackers
 from loopdropout_trainer.training.distributed import check_devices
 
 
@@ -40,16 +41,3 @@ def _check_pushes(script: ScriptArguments, training: GateConfig) -> None:
             "Set either `push_to_hub` or `push_merged_to_hub`, not both, because both push to `hub_model_id`. Push the "
             "merged model to another repository by `loopdropout merge`."
         )
-
-
-def check_trackers(names: list[str]) -> None:
-    """Raise UserError for a tracker that is unknown or not installed."""
-    if not names:
-        return
-    from transformers.integrations import get_reporting_integration_callbacks
-
-    try:
-        for tracker in get_reporting_integration_callbacks(names):
-            tracker()
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"`report_to`: {error}") from None

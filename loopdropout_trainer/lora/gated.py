@@ -430,7 +430,7 @@ def use_gates(
     they apply to the adapter that it trains only. The backward pass may run after the block, also if the layers are
     checkpointed. If the whole model is, it raises an error, because it would run again without the gates. After the block, the
     former gates apply again. Layers that it gated stay gated, unless it runs under `torch.no_grad`. Use a model in one thread
-    at a time.
+    at a time, and end blocks in the reverse order of their beginnings, also those of generators.
 
     Args:
         model: PEFT model over a looped model.

@@ -190,7 +190,10 @@ def merge_and_save(
     fields = None if card is None else make_card_fields(card)
     base = model.get_base_model()
     if holds_adapter(output_dir) or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
-        raise UserError(f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}.")
+        raise UserError(
+            f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}. Choose a folder of "
+            f"its own, such as {output_dir / 'merged'}."
+        )
     if fields is None:
         fields = read_card_of(model)
     if repo_id is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, field, fields
+from enum import Enum
 from functools import cache
 from numbers import Real
 from types import UnionType
@@ -151,8 +152,21 @@ def check_fields(instance: Any, names: Collection[str] | None = None) -> None:
             raise UserError(f"`{own.name}` must be {describe_type(hints[own.name])}, got {short_repr(value)}.")
         if types == {bool} and isinstance(value, str):  # "false" would count as true
             raise UserError(f"`{own.name}` must be true or false, got {short_repr(value)}.")
-        check_choice(own.name, value, metadata_of(own).get("choices") or ())
+        check_choice(own.name, value, _choices_of(own, types))
         check_value(own, value, hints[own.name])
+
+
+def _choices_of(own: Field, types: Collection[Any]) -> list[str]:
+    """Return the words that a field accepts: those of `option` or of the library's metadata, or those of its enumeration.
+
+    A library raises an error about a wrong word of an enumeration without the name of the field, or ignores other words.
+    """
+    choices = metadata_of(own).get("choices") or own.metadata.get("choices") or []
+    words = list(choices)
+    for kind in types:
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            words += [member.value for member in kind]
+    return words
 
 
 class NamedFieldsMixin:

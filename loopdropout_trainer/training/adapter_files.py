@@ -24,7 +24,12 @@ from loopdropout_trainer.results.training_results import (
     training_results,
 )
 from loopdropout_trainer.saving.cards import CARD_FILE, read_card_of, write_model_card
-from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints, find_broken_save
+from loopdropout_trainer.saving.checkpoints import (
+    EARLY_STOPPING,
+    delete_older_checkpoints,
+    find_broken_save,
+    newest_checkpoint,
+)
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.saved_adapter import adapter_folder, check_adapter_folder
@@ -117,6 +122,7 @@ class AdapterFilesMixin:
                 shutil.copy2(card, output_dir)
         else:
             self._warn_of_replacing(folder)
+            self._warn_of_other_trainer(folder)
             with saving(folder, adapter_patterns(self.model.peft_config)):
                 self._save_adapter(output_dir, _internal_call)
             if not _internal_call:
@@ -138,6 +144,20 @@ class AdapterFilesMixin:
                 f"{folder} has an adapter from {describe_training(saved)}. `save_model` replaces it by one that no `train()` "
                 "has trained. To keep a trained adapter, save into another folder."
             )
+
+    def _warn_of_other_trainer(self, folder: str) -> None:
+        """Warn if another trainer has trained the model since this one, so that its results are of other weights."""
+        present = self.looped.trained_with
+        if self.training_id is None or present.get("training_id") in (None, self.training_id):
+            return
+        newest = newest_checkpoint(self.args.output_dir)
+        fix = "To keep each adapter, save it before another trainer trains the model."
+        if newest is not None:
+            fix = f"The adapter of this trainer is in {newest}."
+        logger.warning(
+            f"The weights that {folder} gets are not those of this trainer's training, because another trainer has trained "
+            f"its model since: {describe_training(present)}. {fix}"
+        )
 
     def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
         folder = output_dir or self.args.output_dir

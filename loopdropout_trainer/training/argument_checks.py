@@ -85,3 +85,16 @@ def _check_optimizers(optimizers: Any) -> None:
             f"`optimizers` must be a pair of an optimizer and its schedule, such as `(optimizer, None)`, got "
             f"{short_repr(optimizers)}."
         )
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise UserError for a tracker that is unknown or not installed."""
+    if not names:
+        return
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        for tracker in get_reporting_integration_callbacks(names):
+            tracker()
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"`report_to`: {error}") from None

@@ -127,6 +127,10 @@ class GateConfig:
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if str(self.resume_from_checkpoint).lower() in ("false", "none"):  # words of a command line
             self.resume_from_checkpoint = None
+        if getattr(self, "activation_offloading", False) and self.use_cpu:
+            raise UserError(
+                "`activation_offloading` must be false on a CPU, because it frees the memory of a GPU, got True."
+            )
         self._save_at_evaluations()
         check_best_checkpoint(self)
         # TRL's defaults and our documentation use the old names, which all releases of transformers know. Newer ones warn.
@@ -191,17 +195,22 @@ class GateConfig:
 
     def check_changes(self) -> None:
         """Raise UserError for a wrong value of a field that was set after the configuration was made."""
-        made = vars(self).get("_made", {})  # a copy has none
+        made = vars(self).get("_made", {})  # arguments of an older file have none
         check_fields(self, [name for name, value in made.items() if getattr(self, name) != value])
 
     def __repr__(self) -> str:
-        """Return the fields that the user has given or changed, without tokens."""
-        return f"{type(self).__name__}({', '.join(self._describe(self.given_fields()))})"
+        """Return the fields that the user has given or changed and that differ from their defaults, without tokens."""
+        return f"{type(self).__name__}({', '.join(self._describe(self._find_changed()))})"
+
+    def _find_changed(self) -> list[str]:
+        """Return the names of the given or changed fields with another value than the default, as in `dataclasses.replace`."""
+        defaults = {own.name: own.default for own in dataclasses.fields(self)}
+        return [name for name in self.given_fields() if getattr(self, name) != defaults[name]]
 
     def __str__(self) -> str:
         """Return the fields of `__repr__` and all fields of this package, one in each line."""
         own = [*GateConfig.__annotations__, *type(self).__annotations__]
-        names = dict.fromkeys([*self.given_fields(), *own])
+        names = dict.fromkeys([*self._find_changed(), *own])
         fields = self._describe(name for name in names if name in self.to_dict())
         lines = [f"{type(self).__name__}(", *(f"    {field}," for field in fields), ")"]
         return "\n".join([*lines, "The other fields have their defaults. `to_dict()` has all fields."])
@@ -215,7 +224,7 @@ class GateConfig:
 
     def given_fields(self) -> list[str]:
         """Return the names of the fields that the user has given or changed. The libraries and this class set others."""
-        made = vars(self).get("_made", {})  # a copy has none
+        made = vars(self).get("_made", {})  # arguments of an older file have none
         names = []
         for own in dataclasses.fields(self):
             value = getattr(self, own.name)
@@ -311,8 +320,10 @@ class GateConfig:
     # The Trainer pickles its arguments into every checkpoint and logs them: never with a token of the Hub.
 
     def __getstate__(self) -> dict[str, Any]:
-        fields = {name: value for name, value in self.__dict__.items() if name != "_made"}
-        return _without_token({**fields, "hub_token": None})
+        fields = _without_token({**self.__dict__, "hub_token": None})
+        if "_made" in fields:  # so that a copy knows the fields that were set later, and mistyped ones
+            fields["_made"] = _without_token({**self._made, "hub_token": None})
+        return fields
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary without tokens of the Hub."""

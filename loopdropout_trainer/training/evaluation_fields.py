@@ -35,6 +35,7 @@ def check_best_checkpoint(args: TrainingArguments) -> None:
     transformers asks for the same in other words, but accepts early stopping at evaluations without a checkpoint.
     """
     is_early, keeps_best = args.early_stopping_patience is not None, args.load_best_model_at_end
+    _check_saving_best(args)
     if is_early and not keeps_best:
         raise UserError("`load_best_model_at_end` must be true if `early_stopping_patience` is set, got false.")
     if not keeps_best:
@@ -59,6 +60,18 @@ def check_best_checkpoint(args: TrainingArguments) -> None:
         wanted, is_right = "be a multiple of", _is_multiple(save_steps, eval_steps)
     if not is_right:
         raise UserError(f"`save_steps` must {wanted} `eval_steps` ({eval_steps:g}) {condition}, got {save_steps:g}.")
+
+
+def _check_saving_best(args: TrainingArguments) -> None:
+    """Raise UserError if `save_strategy` is best, and nothing says which checkpoint is."""
+    if word_of(args.save_strategy) != "best":
+        return
+    if args.metric_for_best_model is None and not args.load_best_model_at_end:  # which takes the held-out loss
+        raise UserError(
+            "`metric_for_best_model` must be set if `save_strategy` is best, got None. Set it to loss, the held-out loss."
+        )
+    if word_of(args.eval_strategy) == "no":
+        raise UserError("`eval_strategy` must be steps or epoch if `save_strategy` is best, got no.")
 
 
 def _is_multiple(save_steps: float, eval_steps: float) -> bool:

@@ -137,6 +137,11 @@ def check_datasets(arguments: Mapping[str, Any]) -> None:
                 f"{title} must be a `Dataset` or an `IterableDataset`, got a {kind}. Convert it by "
                 f"`datasets.Dataset.{_CONVERTERS[kind]}`."
             )
+        if isinstance(dataset, Iterator):  # of Python, which can be read once
+            raise UserError(
+                f"{title} must be a `Dataset` or an `IterableDataset`, got a {kind}. Give the function that makes it to "
+                "`datasets.IterableDataset.from_generator`."
+            )
         if isinstance(dataset, str | Path):
             raise UserError(
                 f"{title} must be a `Dataset` or an `IterableDataset`, got {short_repr(str(dataset))}. Load a file by "
@@ -154,6 +159,10 @@ def check_given(args: TrainingArguments, arguments: Mapping[str, Any]) -> None:
         raise UserError(
             "`train_dataset` must be a `Dataset` or an `IterableDataset`, got None. Make one of rows by "
             "`datasets.Dataset.from_list(rows)`, or load one by `datasets.load_dataset`."
+        )
+    if not isinstance(arguments["train_dataset"], Sized) and args.max_steps <= 0:
+        raise UserError(
+            f"`max_steps` must be at least 1 if `train_dataset` is a stream, whose length is not known, got {args.max_steps}."
         )
     strategy = word_of(args.eval_strategy)
     if strategy != "no" and arguments.get("eval_dataset") is None:

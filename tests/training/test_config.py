@@ -94,13 +94,33 @@ def test_wrong_field_that_is_set_later_raises(config, name, value, message):
     args.note = "an attribute of the user"
     args.class_weights = torch.ones(2)
     assert torch.is_tensor(args.class_weights)  # not a field, which is saved as JSON
-    assert copy.deepcopy(args).p == 0.25
+    again = copy.deepcopy(args)
+    assert again.p == 0.25 and repr(again) == repr(args) and "p=0.25" in repr(args)
+    again.max_steps = 7
+    assert "max_steps=7" in repr(again) and "max_steps=7" not in repr(args)
+    with user_error(message):
+        setattr(again, name, value)
+    assert repr(dataclasses.replace(args, max_steps=7)).count("=") < 40  # and not all fields
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"rule_args": {"p": 0.5}}, "Set the field `p`, not"),
+        (
+            {"eval_strategy": "step"},
+            "`eval_strategy` must be one of no, steps, epoch, got 'step'. Did you mean 'steps'",
+        ),
+        ({"optim": "adafactr"}, "`optim` must be one of adamw_torch, .* got 'adafactr'. Did you mean 'adafactor'"),
+        ({"train_sampling_strategy": "x"}, "`train_sampling_strategy` must be one of random, sequential, .* got 'x'"),
+        (
+            {"save_strategy": "best"},
+            "`metric_for_best_model` must be set if `save_strategy` is best, .* Set it to loss",
+        ),
+        (
+            {"save_strategy": "best", "metric_for_best_model": "loss"},
+            "`eval_strategy` must be steps or epoch if `save_strategy` is best, got no",
+        ),
         ({"rule_args": {"q": 0.5}}, "'q'"),
         ({"rule_args": 3}, "`rule_args` must be a mapping"),
         ({"loss_average": "rows"}, "`loss_average` must be"),

@@ -426,6 +426,13 @@ def test_other_containers_name_the_conversion(make, cls, convert, function):
         make(cls, convert(QUESTIONS))
 
 
+def test_generator_and_stream_without_steps_name_the_fix(make):
+    with user_error("got a generator. Give the function that makes it to `datasets.IterableDataset.from_generator`"):
+        make(SFT, (row for row in QUESTIONS))
+    with user_error("`max_steps` must be at least 1 if `train_dataset` is a stream, .* got -1"):
+        make(SFT, IterableDataset.from_generator(lambda: iter(QUESTIONS)), max_steps=-1)
+
+
 @pytest.mark.parametrize(("cls", "rows"), [(SFT, CHAT), (DPO, PAIRS), (GRPO, PROMPTS)])
 def test_missing_template_names_the_packages_ones(make, cls, rows):
     with user_error(SET_TEMPLATE):

@@ -584,6 +584,19 @@ def test_trainers_of_one_model_alternate(config, dataset, tokenizer, first):
         makers["dpo"](shared.model)
 
 
+def test_weights_of_another_trainer_are_named_when_they_are_saved(make_sft, tmp_path, log):
+    """They would be saved next to the results of the first trainer, without a word."""
+    first = make_sft(output_dir=str(tmp_path / "first"), max_steps=1, save_strategy="steps", save_steps=1)
+    first.train()
+    second = make_sft(first.model, output_dir=str(tmp_path / "second"), max_steps=1, p=0.25)
+    second.train()
+    second.save_model()
+    assert "another trainer" not in log.text
+    first.save_model()
+    assert "another trainer has trained its model since: SFT with Loop Dropout (p = 0.25, K = 4, 1 step" in log.text
+    assert f"The adapter of this trainer is in {tmp_path / 'first' / 'checkpoint-1'}" in log.text
+
+
 def test_trained_one_of_two_adapters_is_named(make_sft, log):
     model = with_adapter()
     model.add_adapter("second", default_peft_config(model.get_base_model(), r=2))
@@ -908,6 +921,8 @@ def test_training_inside_of_a_block_raises(make_sft):
     [
         ({"model_init_kwargs": [1]}, r"`model_init_kwargs` must be a mapping, got \[1\]"),
         ({"model_init_kwargs": {"foo": 1}}, "`foo` is not an argument of `from_pretrained`, nor a field"),
+        ({"report_to": "tensorbord"}, "`report_to`: tensorbord is not supported, only .*tensorboard"),
+        ({"activation_offloading": True}, "`activation_offloading` must be false on a CPU, .* got True"),
     ],
 )
 def test_wrong_loading_fields_raise(config, dataset, fields, message):
