@@ -88,7 +88,8 @@ def training_results(trainer: Trainer) -> list[dict[str, Any]]:
 
     `eval_loss` belongs to the weights that the trainer has now: it is measured at their step, or before if no evaluation was
     at the last step. `train_seconds` is the measured time of all steps, also of those before an interruption, without
-    evaluations, samples and checkpoints. `step_seconds` is its mean for a step.
+    evaluations, samples and checkpoints. `step_seconds` is its mean for a step. `num_tokens` is without the tokens of earlier
+    calls of `train`, which the logs count, too.
     """
     import torch
 
@@ -101,7 +102,7 @@ def training_results(trainer: Trainer) -> list[dict[str, Any]]:
         if "eval_loss" in log and log["step"] <= saved_step(trainer):
             eval_loss = log["eval_loss"]
     seconds = trainer.step_clock.seconds
-    num_tokens = newest_values.get("num_tokens", math.nan)
+    num_tokens = newest_values.get("num_tokens", math.nan) - trainer.resumption.tokens_before
     values = {
         "train_loss": mean_loss(history),
         "eval_loss": eval_loss,

@@ -104,7 +104,7 @@ class GateLoggingCallback(GatedStepCallback):
         self.totals = 0.0
         counts = [log["num_tokens"] for log in state.log_history if "num_tokens" in log]
         self.trainer.step_metrics.clear()  # of an interrupted training
-        self.trainer.num_tokens = int(max(counts, default=self.trainer.tokens_before))
+        self.trainer.num_tokens = int(max(counts, default=self.trainer.resumption.tokens_before))
 
     def on_micro_batch_end(self) -> None:
         trainer = self.trainer

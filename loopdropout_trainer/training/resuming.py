@@ -61,6 +61,7 @@ class ResumptionCallback(TrainerCallback, ExportableState):
         data: Facts from `describe_data`.
         passes: Number of passes over the data since the training or its continuation began.
         training_number: Number of the training in its folder, from `number_training`.
+        tokens_before: Number of tokens of earlier calls of `train`, which the logged `num_tokens` has, too.
         clock: Clock of the training, whose seconds a checkpoint keeps.
     """
 
@@ -68,6 +69,7 @@ class ResumptionCallback(TrainerCallback, ExportableState):
     data: Mapping[str, Any] = MappingProxyType({})
     passes = 0
     training_number = 0
+    tokens_before = 0
 
     def __init__(self) -> None:
         self.clock = StepClock()
@@ -79,6 +81,7 @@ class ResumptionCallback(TrainerCallback, ExportableState):
         self.clock.seconds = 0.0
         if state.global_step:
             self.clock.seconds = saved_facts(state).get("step_seconds", math.nan)  # older checkpoints have none
+            self.tokens_before = saved_facts(state).get("tokens_before", 0)
         # A resumed training skips as many batches of the epoch as the checkpoint has trained. Of other data it would skip
         # examples that were never trained, and train others twice, without an error.
         self.data = describe_data(train_dataloader.dataset)
@@ -116,6 +119,7 @@ class ResumptionCallback(TrainerCallback, ExportableState):
             "passes": self.passes,
             "training_number": self.training_number,
             "step_seconds": self.clock.seconds,
+            "tokens_before": self.tokens_before,
         }
         return {"args": {}, "attributes": facts}
 

@@ -132,7 +132,6 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         num_trained: Number of examples that they were drawn for, or 0 if no token of them is trained on.
         method: Name of the method in results. Default: the title of the rule.
         unit_gates: Callback that sets the gates to one, and counts the micro-batches of the optimizer step.
-        tokens_before: Number of tokens of earlier calls of `train`.
         step_metrics: Values of micro-batches since the last log of the training, whose means are logged.
         physical_layers: [M] index of the layer of each adapted module.
         batch_options: Optimizations that training may use.
@@ -164,7 +163,6 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
     objective: str | None = None
     recipe: Mapping[str, Any] | None = None
     num_trained = 0
-    tokens_before = 0
     batch_options = BatchOptions()
     samples_start_states = True
     runs_several_draws = False

@@ -194,7 +194,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         self.looped.trained_adapter, self.looped.loaded_adapter = self.model.active_adapters[0], None
         self.looped.trained_with = self.saved_settings()
         self.gate_state.must_draw = self.rule.draws_gates
-        self.tokens_before = self.num_tokens
+        self.resumption.tokens_before = self.num_tokens
         folder = self.args.output_dir
         try:
             with ExitStack() as stack:

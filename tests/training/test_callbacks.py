@@ -172,11 +172,19 @@ def test_sample_ends_with_the_first_answer(make_sft):
 
 
 def test_second_training_continues_the_count_of_tokens(make_sft):
-    trainer = make_sft(max_steps=2)
+    trainer = make_sft(max_steps=2, save_strategy="steps", save_steps=1)
     trainer.train()
     first = logged(trainer, "num_tokens")
     trainer.train()
     assert logged(trainer, "num_tokens") == [first[-1] + count for count in first]
+    # The results are about the second training alone, also if another trainer has continued it.
+    for is_resumed in (False, True):
+        if is_resumed:
+            trainer.num_tokens = 0  # as in a new process
+            trainer.train(f"{trainer.args.output_dir}/checkpoint-1")
+        results = {row["metric"]: row["value"] for row in read_results(trainer.args.output_dir)}
+        assert results["num_tokens"] == first[-1]
+        assert results["tokens_per_second"] == pytest.approx(first[-1] / results["train_seconds"])
 
 
 def test_training_in_python_leaves_its_results(make_sft, dataset):
