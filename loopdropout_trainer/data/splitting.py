@@ -42,14 +42,14 @@ def split_examples(
     if held_out is None:
         held_out = examples.select(held_out_indices)
     is_repeated = _find_repeats(examples, held_out)[train_indices]
-    num_repeated = int(is_repeated.sum())
-    if num_repeated:
-        left_out.append(LeftOut(num_repeated, "examples", f"they repeat {OF_HELD_OUT}"))
     train_indices = train_indices[~is_repeated]
     if eval_examples is not None and not len(train_indices):
         raise UserError("The data must have an example that is not in `eval_files`, got none.")
     num_usable = len(np.unique(orders))  # without repeats, because those of held-out examples are not trained on
     _check_numbers(args, len(train_indices), len(held_out_indices), num_usable)
+    num_repeated = int(is_repeated.sum())
+    if num_repeated:  # after the errors, in which nothing is held out
+        left_out.append(LeftOut(num_repeated, "examples", f"they repeat {OF_HELD_OUT}"))
     # The first ones by preference are taken. They are trained on in the order of the source.
     num_train = args.num_train_examples or preparation.num_train_examples
     taken = np.sort(train_indices[:num_train])
@@ -83,7 +83,7 @@ def _check_numbers(args: DataArguments, num_left: int, num_chosen: int, num_usab
     if num_left == 0 or num_chosen < args.num_held_out:
         raise UserError(
             f"`num_eval_examples` must be at most {num_usable - 1:,}, because the data has "
-            f"{count(num_usable, 'usable example')} and one must be left to train on, got {args.num_held_out:,}."
+            f"{count(num_usable, 'different usable example')} and one must be left to train on, got {args.num_held_out:,}."
         )
     if num_left < (args.num_train_examples or 1):
         raise UserError(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
+from datasets import Dataset
 from trl import DPOTrainer
 
 from loopdropout_trainer.data.formats import PREFERENCES
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
+from loopdropout_trainer.training.example_counts import warn_of_cut_pairs
 from loopdropout_trainer.training.examples import name_datasets
 from loopdropout_trainer.training.reference import ReferenceMixin, check_reference
 from loopdropout_trainer.training.setup import with_gates
@@ -51,6 +53,13 @@ class LoopDropoutDPOTrainer(ReferenceMixin, GateSamplingMixin, DPOTrainer):
             attach_looped_model(self.ref_model).prepare_fused_loss()
         # A separate reference model starts from evaluation's state, so the policy does, too.
         self.samples_start_states = self.ref_model is None
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        """Prepare pairs as TRL does, and log which ones are cut or left out, of which TRL says nothing."""
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if isinstance(prepared, Dataset) and args.max_length is not None:
+            warn_of_cut_pairs(dataset, prepared, args, dataset_name)
+        return prepared
 
     def prepare_rows(self, dataset, name, keeps_order):
         return self._prepare_dataset(dataset, self.processing_class, self.args, name)

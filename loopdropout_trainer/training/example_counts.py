@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sized
 from typing import Any
 
 import numpy as np
@@ -70,29 +72,62 @@ def warn_of_cut(whole: Dataset, args: Any, packing: bool, name: str) -> None:
     if "labels" in whole.column_names:
         rows = too_long.select_columns("labels").with_format(None)
         num_cut = sum(has_target(row["labels"][kept]) for row in rows)
+    _warn_of_number_cut(num_cut, len(whole), limit, name)
+
+
+def warn_of_cut_pairs(given: Sized, pairs: Dataset, args: Any, name: str) -> None:
+    """Log how many pairs of a dataset are cut at `max_length`, and how many TRL leaves out because of their prompts.
+
+    Args:
+        given: Pairs before TRL has made tokens of them.
+        pairs: Pairs with `prompt_ids`, `chosen_ids` and `rejected_ids`, which are cut in the batches.
+        args: Settings of the training, as `DPOConfig`.
+        name: As in `warn_of_cut`.
+    """
+    limit = args.max_length
+    num_left_out = len(given) - len(pairs)
+    if num_left_out and PartialState().is_main_process:
+        noun = f"examples of the {len(given):,} in {_title_of(name)}"
+        reason = f"they have a prompt of {limit:,} tokens (`max_length`) or more"
+        logger.warning(LeftOut(num_left_out, noun, reason).sentence())
+    num_cut = 0
+    for table in _read_tables(pairs, "prompt_ids", "chosen_ids", "rejected_ids"):
+        prompts, chosen = _count_tokens(table, "prompt_ids"), _count_tokens(table, "chosen_ids")
+        rejected = _count_tokens(table, "rejected_ids")
+        num_cut += int((prompts + np.maximum(chosen, rejected) > limit).sum())
+    _warn_of_number_cut(num_cut, len(given), limit, name)
+
+
+def _title_of(name: str) -> str:
+    """Return the name in messages of a dataset with TRL's name."""
+    return f"`{name}_dataset`" if name in ("train", "eval", "test") else f"`eval_dataset[{name!r}]`"
+
+
+def _warn_of_number_cut(num_cut: int, num_examples: int, limit: int, name: str) -> None:
     if num_cut == 0 or not PartialState().is_main_process:
         return
-    title = f"`{name}_dataset`" if name in ("train", "eval", "test") else f"`eval_dataset[{name!r}]`"
     verb = "is cut, because it has" if num_cut == 1 else "are cut, because they have"
     logger.warning(
-        f"{num_cut:,} of the {len(whole):,} examples in {title} {verb} more than {limit:,} tokens (`max_length`). A recipe "
-        "and `load_datasets` leave such examples out, because the model does not see their ends."
+        f"{num_cut:,} of the {num_examples:,} examples in {_title_of(name)} {verb} more than {limit:,} tokens (`max_length`). "
+        "A recipe and `load_datasets` leave such examples out, because the model does not see their ends."
     )
 
 
 def describe_repeated(trainer: Any) -> list[str]:
     """Return sentences about the examples of a trainer that repeat another one or a held-out one. Streams are not read.
 
-    Examples are the same if they have the same tokens after `max_length` has cut them. Each one is read once and becomes a
-    number, which takes 5 to 20 seconds for 1,000,000 examples with 500 tokens.
+    Examples are the same if they have the same tokens, in SFT after `max_length` has cut them. Each one is read once and
+    becomes a number, which takes 5 to 20 seconds for 1,000,000 examples with 500 tokens. In GRPO, whose examples have no
+    tokens, all columns but `id` are compared.
 
     Args:
-        trainer: Trainer whose examples have `input_ids`, as those of `LoopDropoutSFTTrainer`.
+        trainer: Trainer of this package.
     """
     numbers = {}
     for title, dataset in name_datasets(vars(trainer)):
-        if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
-            numbers[title] = _number_examples(dataset)
+        own = _number_examples(dataset) if isinstance(dataset, Dataset) else None
+        if own is not None:
+            numbers[title] = own
     train = numbers.pop("`train_dataset`", None)
     if train is None:
         return []
@@ -104,9 +139,8 @@ def describe_repeated(trainer: Any) -> list[str]:
         num_repeats = int(np.isin(train, held_out).sum())
         if num_repeats:
             repeats = describe_repeats(num_repeats, len(train), "`train_dataset`", OF_HELD_OUT)
-            sentences.append(
-                f"{repeats} of {title}, so the held-out loss is too low. A recipe leaves such examples out."
-            )
+            effect = "reward is too high" if trainer.objective == "GRPO" else "loss is too low"
+            sentences.append(f"{repeats} of {title}, so the held-out {effect}. A recipe leaves such examples out.")
     return sentences
 
 
@@ -115,22 +149,37 @@ def _read_tables(dataset: Dataset, *columns: str) -> Any:
     return dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=_ROWS_READ_TOGETHER)
 
 
-def _count_tokens(table: Any) -> np.ndarray:
+def _count_tokens(table: Any, column: str = "input_ids") -> np.ndarray:
     """Return the numbers of tokens of rows [N]."""
-    return pc.list_value_length(table.column("input_ids")).to_numpy()
+    return pc.list_value_length(table.column(column)).to_numpy()
 
 
-def _number_examples(dataset: Dataset) -> np.ndarray:
-    """Return a number for each example [N], which is equal for equal tokens. A packed row has several examples."""
+def _number_examples(dataset: Dataset) -> np.ndarray | None:
+    """Return a number for each example [N], which is equal for equal examples, or None for a dataset of another kind."""
+    names = dataset.column_names
+    if "input_ids" in names:
+        return _number_tokens(dataset, "input_ids")
+    parts = [name for name in names if name.endswith("_ids")]  # of a preference pair
+    if parts:
+        numbers = zip(*(_number_tokens(dataset, name).tolist() for name in parts), strict=True)
+        return np.array([hash(own) for own in numbers], dtype=np.int64)
+    if "prompt" in names:  # of GRPO
+        rows = dataset.select_columns([name for name in names if name != "id"]).with_format(None)
+        return np.array([hash(json.dumps(row, sort_keys=True, default=str)) for row in rows], dtype=np.int64)
+    return None
+
+
+def _number_tokens(dataset: Dataset, column: str) -> np.ndarray:
+    """Return a number for the tokens of each example in a column [N]. A packed row has several examples."""
     is_packed = "seq_lengths" in dataset.column_names
-    columns = ["input_ids", "seq_lengths"] if is_packed else ["input_ids"]
+    columns = [column, "seq_lengths"] if is_packed else [column]
     numbers = []
     for table in _read_tables(dataset, *columns):
-        tokens = pc.list_flatten(table.column("input_ids")).to_numpy()
+        tokens = pc.list_flatten(table.column(column)).to_numpy()
         if is_packed:
             lengths = pc.list_flatten(table.column("seq_lengths")).to_numpy()
         else:
-            lengths = _count_tokens(table)
+            lengths = _count_tokens(table, column)
         end = 0
         for length in lengths.tolist():
             start, end = end, end + length

@@ -139,6 +139,26 @@ def test_prompts_longer_than_max_length_raise(config, tokenizer):
         LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=rows, processing_class=tokenizer)
 
 
+def test_cut_and_repeated_pairs_are_counted(config, tokenizer, log):
+    """TRL cuts them, leaves them out and trains on them twice without a word, as in SFT."""
+    pairs = [("1+1=", "2"), ("1+1=", "2"), ("1", "2" * 20), ("1" * 20, "2")]
+    rows = Dataset.from_list([{"prompt": prompt, "chosen": chosen, "rejected": "3"} for prompt, chosen in pairs])
+    args = config(LoopDropoutDPOConfig, max_length=12, max_steps=1, use_cpu=True)
+    trainer = LoopDropoutDPOTrainer(
+        tiny_ouro(num_hidden_layers=1), args=args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer
+    )
+    for title in ("`train_dataset`", "`eval_dataset`"):
+        left_out = "is left out, because it has a prompt of 12 tokens (`max_length`) or more.\n"
+        assert f"1 example of the 4 in {title} {left_out}" in log.text
+        assert f"1 of the 4 examples in {title} is cut, because it has more than 12 tokens (`max_length`)." in log.text
+    trainer.train()
+    assert "1 of the 3 examples in `train_dataset` repeats another one." in log.text
+    held_out = (
+        "3 of the 3 examples in `train_dataset` repeat a held-out example of `eval_dataset`, so the held-out loss is"
+    )
+    assert f"{held_out} too low." in log.text
+
+
 def test_reference_does_not_change_between_trainings(make, log):
     """TRL would take the adapter "ref" of a later trainer as the reference of the first one, too."""
     first = make(max_steps=1)

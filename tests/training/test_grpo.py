@@ -14,6 +14,7 @@ from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, d
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.rewards import REWARDS
+from loopdropout_trainer.training.example_counts import describe_repeated
 
 
 BETA, TEMPERATURE = 0.2, 0.8
@@ -140,6 +141,18 @@ def test_num_tokens_continues(make, fields):
     trainer.train()
     again = logged(trainer, "num_tokens")
     assert len(again) == len(counts) and min(again) > max(counts) and again == sorted(again)
+
+
+def test_repeated_prompts_are_counted(make):
+    trainer = make()
+    rows = [{"prompt": prompt, "answer": "2", "id": number} for number, prompt in enumerate(("1+1=", "1+1=", "3-1="))]
+    trainer.train_dataset, trainer.eval_dataset = Dataset.from_list(rows), Dataset.from_list(rows[:1])
+    place = "of the 3 examples in `train_dataset`"
+    assert describe_repeated(trainer) == [
+        f"1 {place} repeats another one.",
+        f"2 {place} repeat a held-out example of `eval_dataset`, so the held-out reward is too high. A recipe leaves such "
+        "examples out.",
+    ]
 
 
 @pytest.mark.parametrize("cls", [LoopDropoutGRPOTrainer, Recorder])
