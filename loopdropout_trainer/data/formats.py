@@ -35,6 +35,22 @@ _KEYS = {"from": "role", "value": "content"}
 _ROLES = {"human": "user", "gpt": "assistant"}
 """TRL's names of the roles of ShareGPT conversations."""
 
+_OTHER_ROLES = {
+    "ai": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "chatgpt": "assistant",
+    "claude": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "instruction": "system",
+}
+"""Roles of other programs, and the ones here that they mean."""
+
 USUAL_ROLES = ("system", "user", "assistant", "tool")
 """Roles that chat templates usually know. Each template decides for itself whether it can write a turn of such a role."""
 
@@ -81,7 +97,8 @@ def guess_columns(example: Mapping[str, Any], formats: Iterable[Sequence[str]]) 
             chats.append(name)
     if chats and ("messages",) in formats:
         return {"messages": chats[0]}
-    formats = [columns for columns in formats if columns != ("messages",)]  # a text is not a conversation
+    of_chats = [("messages",), ("conversations",)]
+    formats = [columns for columns in formats if columns not in of_chats]  # a text is not a conversation
     for others in ([], texts):  # first by usual names only
         for columns in formats:
             renamed = _find_names(columns, example, others)
@@ -254,8 +271,18 @@ def check_roles(turns: Any, chat_template: Any) -> None:
         if role in USUAL_ROLES or str(role) in re.findall(r"\w+", str(chat_template)):
             continue
         roles = f"{', '.join(USUAL_ROLES[:-1])} or {USUAL_ROLES[-1]}"
-        hint = closest_match(_ROLES.get(str(role).lower(), str(role)), USUAL_ROLES)
+        hint = _hint_at_role(str(role).lower())
         raise UserError(f"A role must be {roles}, or another one in the chat template, got {short_repr(role)}.{hint}")
+
+
+def _hint_at_role(role: str) -> str:
+    """Return the end of a message about a role that no chat template knows."""
+    if role in ("function_call", "tool_call"):
+        return " Write a call of a function as `tool_calls` of a turn of the assistant."
+    meant = _ROLES.get(role) or _OTHER_ROLES.get(role)
+    if meant is not None:
+        return f" Did you mean {meant!r}?"
+    return closest_match(role, USUAL_ROLES)
 
 
 def check_contents(turns: Any, chat_template: Any) -> None:

@@ -173,7 +173,9 @@ class Job:
         left_out: list[LeftOut] = []
         try:
             with self._plan_without_network():
-                loaded = load_training_examples(self.data_args, self.args, tokenizer, max_length, left_out)
+                loaded = load_training_examples(
+                    self.model_args, self.data_args, self.args, tokenizer, max_length, left_out
+                )
             check_sampling(self.args, loaded.datasets["train"])
         except BaseException:
             if left_out and self.args.process_index == 0:

@@ -15,9 +15,10 @@ from loopdropout_trainer.data import (
     LoadedExamples,
     Losses,
     SFTDataArguments,
+    label_example,
     load_examples,
 )
-from loopdropout_trainer.data.files import check_files
+from loopdropout_trainer.data.files import check_files, error_in_row
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.errors import UserError, is_unreachable
 from loopdropout_trainer.files import model_path
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from loopdropout_trainer.costs.trainings import Training
+    from loopdropout_trainer.looped import LoopedModelMixin
     from loopdropout_trainer.training.config import GateConfig
 
 
@@ -63,6 +65,7 @@ def load_training_tokenizer(model: ModelArguments, args: GateConfig) -> PreTrain
 
 
 def load_training_examples(
+    model: ModelArguments,
     data: DataArguments,
     args: GateConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -72,7 +75,8 @@ def load_training_examples(
     """Load the examples of a training and check that it can train and be evaluated on them. Other arguments: `load_examples`.
 
     Raises:
-        UserError: As `load_datasets` does, and if an evaluation has no example, or the assistant's turns are not marked.
+        UserError: As `load_datasets` does, and if an evaluation has no example, the assistant's turns are not marked, or the
+            model cannot mark the prompt of an example.
     """
     from loopdropout_trainer.training.examples import check_assistant_loss
 
@@ -84,7 +88,50 @@ def load_training_examples(
         )
     datasets = {"the training data": loaded.datasets["train"], "the held-out data": loaded.datasets.get("eval")}
     check_assistant_loss(args, datasets.items(), tokenizer)
+    _check_prompts(model, args, loaded, tokenizer)
     return loaded
+
+
+def _check_prompts(
+    model: ModelArguments, args: GateConfig, loaded: LoadedExamples, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise UserError for the first example whose prompt the model cannot mark. The trainer does it, too, with its weights.
+
+    Only models whose prompts attend in both directions read them, such as HRM-Text. Pairs of DPO and GRPO have a prompt.
+    """
+    if not isinstance(args, LoopDropoutConfig):
+        return
+    import torch
+
+    looped = _find_described_model(model)
+    if looped is None or not looped.reads_prompts:
+        return
+    names = ["train"]
+    if word_of(args.eval_strategy) != "no":
+        names.append("eval")
+    for name in names:
+        for number, example in enumerate(loaded.datasets[name]):
+            labels = label_example(example, tokenizer, args.completion_only_loss, args.assistant_only_loss)["labels"]
+            batch = {"labels": torch.tensor([labels])}
+            if args.packing or args.padding_free:
+                batch["position_ids"] = torch.arange(len(labels))[None]
+            try:
+                looped.complete_batch(batch)
+            except UserError as error:
+                place = f"example {number} (`--preview {number}`)" if name == "train" else f"held-out example {number}"
+                raise error_in_row(place, error) from None
+
+
+def _find_described_model(model: ModelArguments) -> LoopedModelMixin | None:
+    """Return a model of transformers that this package describes, without weights, or None for another one."""
+    from loopdropout_trainer.looped import DESCRIPTIONS, find_looped_model
+    from loopdropout_trainer.saving.loading import load_skeleton
+    from loopdropout_trainer.saving.source import read_model_config
+
+    config = read_model_config(model_path(model.model_name_or_path), model.model_revision)
+    if not isinstance(config, tuple(cls.config_class for cls in DESCRIPTIONS)):
+        return None
+    return find_looped_model(load_skeleton(model.model_name_or_path, model.model_revision))
 
 
 class SweepExamples(NamedTuple):
@@ -137,7 +184,7 @@ def _load_unless_unreachable(
     left_out: list[LeftOut] = []
     try:
         tokenizer = load_training_tokenizer(model, args)
-        loaded = load_training_examples(data, args, tokenizer, getattr(args, "max_length", None), left_out)
+        loaded = load_training_examples(model, data, args, tokenizer, getattr(args, "max_length", None), left_out)
     except UserError as error:
         if is_unreachable(error):
             return NotLoaded(_explain_unreachable(model))

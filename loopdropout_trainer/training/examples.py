@@ -58,6 +58,14 @@ def _has_sharegpt(example: Mapping[str, Any]) -> bool:
     return is_conversational_from_value(example) or is_conversational({"messages": example.get("conversations")})
 
 
+def _reads_sharegpt(example: Mapping[str, Any]) -> bool:
+    """Return whether an example is trained on as the conversation in the column of ShareGPT, which becomes `messages`.
+
+    TRL looks for `prompt` first. Turns in `messages` come before those in `conversations`, as in a recipe.
+    """
+    return "prompt" not in example and not example.get("messages") and _has_sharegpt(example)
+
+
 def describe_prompts(dataset: Any) -> dict[str, Any]:
     """Return the settings about the prompts of a dataset that are saved with an adapter. Of streams, the first row is read."""
     noted = read_prompts(dataset)
@@ -185,22 +193,44 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
         example = read_first(dataset)
         if example is None or "input_ids" in example:
             continue
-        if ("messages",) in formats and _has_sharegpt(example):  # which become messages
+        if ("messages",) in formats and _reads_sharegpt(example):
             continue
         readable = formats
         if "prompt" in example:  # which TRL looks for first, and then reads no format without it
             readable = [columns for columns in formats if "prompt" in columns]
+        if ("messages",) in readable:
+            readable = [*readable]
+            readable.insert(readable.index(("messages",)) + 1, _SHAREGPT)
+            if "conversations" in example:  # `check_rows` says what is wrong with them
+                continue
         if not any({*example}.issuperset(columns) for columns in readable):
-            renamed = {old: new for new, old in guess_columns(example, readable).items()}
-            call = f"rename_columns({renamed})" if renamed else "Dataset.rename_columns"
-            fix = f"Rename columns by `{call}`, or make new ones by `Dataset.map`."
-            if is_alpaca(example):
-                fix = (
-                    'Make examples by `load_datasets`, whose `SFTDataArguments` take `prompt_template="alpaca"` and '
-                    '`column_mapping={"completion": "output"}`, or by `Dataset.map`.'
-                )
-            raise wrong_columns(title, readable, example, fix)
+            raise wrong_columns(title, readable, example, _find_fix(example, readable, formats))
         _check_one_format(title, dataset, example, formats)
+
+
+def _find_fix(
+    example: Mapping[str, Any], readable: Collection[Sequence[str]], formats: Collection[Sequence[str]]
+) -> str:
+    """Return a sentence on how examples get the columns of a format.
+
+    Args:
+        example: First example.
+        readable: Columns of each format that TRL looks for in such an example.
+        formats: Columns of each format that the trainer reads.
+    """
+    chats = [name for name in ("messages", *_SHAREGPT) if name in example]
+    if "prompt" in example and chats and ("messages",) in formats:
+        return (
+            f"To train on `{chats[0]}`, remove the prompt by `remove_columns('prompt')`, because TRL reads it first."
+        )
+    if is_alpaca(example):
+        return (
+            'Make examples by `load_datasets`, whose `SFTDataArguments` take `prompt_template="alpaca"` and '
+            '`column_mapping={"completion": "output"}`, or by `Dataset.map`.'
+        )
+    renamed = {old: new for new, old in guess_columns(example, readable).items()}
+    call = f"rename_columns({renamed})" if renamed else "Dataset.rename_columns"
+    return f"Rename columns by `{call}`, or make new ones by `Dataset.map`."
 
 
 def _check_one_format(
@@ -252,6 +282,8 @@ def find_columns(example: Mapping[str, Any] | None, formats: Collection[Sequence
     if example is None or "input_ids" in example:
         return ()
     # TRL renames `conversations` in ShareGPT's spelling to `messages` before it looks for a format.
+    if ("messages",) in formats and _reads_sharegpt(example):
+        return _SHAREGPT
     return find_format(example, [*map(tuple, formats), _SHAREGPT])
 
 

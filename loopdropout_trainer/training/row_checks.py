@@ -57,15 +57,16 @@ class RowReader(NamedTuple):
             place: Place of the row, such as "row 4 of `train_dataset`".
         """
         example = self.write(row)
+        given = dict(zip(row, example.values(), strict=True))  # with the user's names of the columns
         try:
-            for name, turns in example.items():
+            for name, turns in given.items():
                 check_turns(name, turns)
                 check_roles(turns, self.chat_template)
                 check_contents(turns, self.chat_template)
-            check_complete(example)
+            check_complete(given)
             if self.assistant_only_loss:
-                target = list(example)[-1]  # the completion of a pair, whose prompt is not trained on
-                check_answer(target, example[target])
+                target = list(given)[-1]  # the completion of a pair, whose prompt is not trained on
+                check_answer(target, given[target])
         except UserError as error:
             raise error_in_row(place, error) from None
         return example
@@ -84,10 +85,13 @@ def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], re
         reader: How the training reads rows.
     """
     checked = {}
-    for title, dataset in name_datasets(arguments):
-        checked[title] = dataset
+    for title, given in name_datasets(arguments):
+        dataset = given
         example = read_first(dataset)
         columns = find_columns(example, formats)
+        if columns == ("messages",) and "conversations" in example:
+            dataset = given.remove_columns("conversations")  # TRL would read them instead
+        checked[title] = dataset
         if columns and isinstance(dataset, Dataset):
             checked[title] = _check_dataset(title, dataset, columns, reader)
         elif columns and isinstance(dataset, IterableDataset):

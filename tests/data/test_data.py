@@ -397,7 +397,7 @@ def test_files_with_both_spellings_of_turns(tmp_path, bytes_tokenizer):
 def test_at_least_one_example_is_not_held_out(load, bytes_tokenizer, preparation, number):
     rows = [{"messages": conversation(("user", str(i)), ("assistant", "Hi"))} for i in range(24)]
     assert len(load(preparation, rows, bytes_tokenizer, num_eval_examples=23)["train"]) == 1
-    most = "must be at most 23, because the data has 24 usable examples and one must be left to train on"
+    most = "must be at most 23, because the data has 24 different usable examples and one must be left to train on"
     with user_error(f"`num_eval_examples` {most}, got {number}."):
         load(preparation, rows, bytes_tokenizer, num_eval_examples=number)
 

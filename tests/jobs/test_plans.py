@@ -153,6 +153,22 @@ def test_model_of_one_depth_ends_a_dry_run(plan, hrm_text):
     assert lines[0] == f"model       {hrm_text}, K = 3 loops"
 
 
+def test_examples_without_one_prompt_end_a_dry_run(plan, hrm_text):
+    """The trainer raises the same error later, with the weights of the model."""
+    words = ("--model_name_or_path", str(hrm_text))
+    one, two = chat("user", "assistant"), chat("user", "assistant", "user", "assistant")
+    several = r"Example 1 \(`--preview 1`\): The examples of HRM-Text must have one answer"
+    assert plan([one, two], *words, "--assistant_only_loss true", error=several) == []
+    plan([one], *words, error=r"Example 0 .*must begin with a prompt without a loss")
+    plan(
+        PAIRS,
+        *words,
+        "--packing true --max_length 64",
+        error="`packing` and `padding_free` must be False for HRM-Text",
+    )
+    assert plan([one], *words, "--assistant_only_loss true")
+
+
 def test_plan_has_the_disk_of_chosen_modules_and_other_models(plan, hrm_text):
     for words in ("--lora_target_modules q_proj", f"--model_name_or_path {hrm_text}"):
         text = "\n".join(plan(PAIRS, words))

@@ -110,7 +110,7 @@ SFT, DPO, GRPO = LoopDropoutSFTTrainer, LoopDropoutDPOTrainer, LoopDropoutGRPOTr
     [
         (
             SFT,
-            "one of: `prompt` and `completion`; `messages`; `text`",
+            "one of: `prompt` and `completion`; `messages`; `conversations`; `text`",
             "{'question': 'prompt', 'answer': 'completion'}",
         ),
         (
@@ -291,6 +291,31 @@ def test_text_with_a_conversation_raises(make, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", WRITES_NO_CRITIC)
     with user_error("^Row 1 of .*: `prompt` and `completion` must be all texts .* a list as `prompt` and a text as"):
         make(SFT, Dataset.from_list([{"prompt": TURNS[:1], "completion": "2"}]))
+
+
+SHAREGPT = [{"from": "human", "value": "1 + 1"}, {"from": "gpt", "value": "2"}]
+
+
+@pytest.mark.parametrize(("columns", "target"), [
+    ({"conversations": SHAREGPT, "text": "other"}, "1 + 1"),
+    ({"conversations": SHAREGPT, "messages": None}, "1 + 1"),
+    ({"conversations": SHAREGPT, "messages": [QUESTION, ANSWER]}, QUESTION["content"]),
+])  # fmt: skip
+def test_sharegpt_next_to_other_formats_is_read_as_in_a_recipe(make, columns, target):
+    trainer = make(SFT, Dataset.from_list([columns] * 2), chat_template_path="tulu2")
+    assert target in trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
+
+
+@pytest.mark.parametrize(("columns", "message"), [
+    ({"question": "1", "reply": "2"}, "must have one of: .*; `conversations`; `text`, got the columns question, reply"),
+    ({"conversations": "[]"}, "Row 1 of `train_dataset`: `conversations` must be a list of turns .* Parse the text"),
+    ({"conversations": SHAREGPT, "prompt": "1"}, "To train on `conversations`, remove the prompt by `remove_columns"),
+    ({"conversations": [{**SHAREGPT[0], "from": "bing"}]}, "got 'bing'. Did you mean 'assistant'"),
+    ({"conversations": [{**SHAREGPT[0], "from": "function_call"}]}, "Write a call of a function as `tool_calls`"),
+])  # fmt: skip
+def test_wrong_sharegpt_is_named(make, columns, message):
+    with user_error(message):
+        make(SFT, Dataset.from_list([columns] * 2), chat_template_path="tulu2")
 
 
 def test_examples_longer_than_max_length_are_counted(make, log):
