@@ -301,9 +301,10 @@ SHAREGPT = [{"from": "human", "value": "1 + 1"}, {"from": "gpt", "value": "2"}]
     ({"conversations": SHAREGPT, "messages": None}, "1 + 1"),
     ({"conversations": SHAREGPT, "messages": [QUESTION, ANSWER]}, QUESTION["content"]),
 ])  # fmt: skip
-def test_sharegpt_next_to_other_formats_is_read_as_in_a_recipe(make, columns, target):
-    trainer = make(SFT, Dataset.from_list([columns] * 2), chat_template_path="tulu2")
-    assert target in trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
+def test_sharegpt_next_to_other_formats_is_read_as_in_a_recipe(make, tokenizer, monkeypatch, columns, target):
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
+    trainer = make(SFT, Dataset.from_list([columns] * 2))
+    assert target in tokenizer.decode(trainer.train_dataset[0]["input_ids"])
 
 
 @pytest.mark.parametrize(("columns", "message"), [
@@ -313,9 +314,10 @@ def test_sharegpt_next_to_other_formats_is_read_as_in_a_recipe(make, columns, ta
     ({"conversations": [{**SHAREGPT[0], "from": "bing"}]}, "got 'bing'. Did you mean 'assistant'"),
     ({"conversations": [{**SHAREGPT[0], "from": "function_call"}]}, "Write a call of a function as `tool_calls`"),
 ])  # fmt: skip
-def test_wrong_sharegpt_is_named(make, columns, message):
+def test_wrong_sharegpt_is_named(make, tokenizer, monkeypatch, columns, message):
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
     with user_error(message):
-        make(SFT, Dataset.from_list([columns] * 2), chat_template_path="tulu2")
+        make(SFT, Dataset.from_list([columns] * 2))
 
 
 def test_examples_longer_than_max_length_are_counted(make, log):
