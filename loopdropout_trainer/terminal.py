@@ -112,15 +112,26 @@ def wrap_for_terminal(line: str, indent: int, further: str = "") -> list[str]:
     """Return the parts of a line that fit into the terminal behind `indent` columns, or the whole line without a terminal.
 
     Further parts begin below the first word, with the spaces `further` in front. Numbers and settings stay in one part
-    (`join_numbers`).
+    (`join_numbers`), and so does a command in backquotes, which could not be copied from two lines.
     """
     columns = terminal_columns()
     if columns is None:
         return [line]
     start = " " * (len(line) - len(line.lstrip())) + further
     options = {"subsequent_indent": start, "break_long_words": False, "break_on_hyphens": False}
-    parts = textwrap.wrap(join_numbers(line), max(20, columns - indent), **options)
+    joined = re.sub(r"`[^`]+`", _join_words, join_numbers(line))
+    parts = textwrap.wrap(joined, max(20, columns - indent), **options)
     return [part.replace("\N{NO-BREAK SPACE}", " ") for part in parts] or [line]
+
+
+def _join_words(match: re.Match[str]) -> str:
+    return match[0].replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def print_sentences(*lines: str) -> None:
+    """Print lines of sentences, which a terminal shows in its width. A file or a pipe has each of them whole."""
+    for line in lines:
+        print(*wrap_for_terminal(line, 0), sep="\n")
 
 
 def terminal_columns() -> int | None:

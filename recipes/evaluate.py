@@ -48,6 +48,7 @@ from loopdropout_trainer.results.run_files import (
     EVALUATION_FOLDER,
     RECIPE_FILE,
     measurement_folder,
+    read_recipe,
     write_results,
 )
 from loopdropout_trainer.results.sweep_folder import name_in_sweep
@@ -171,9 +172,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # Table
     if state.is_main_process:
-        path = Path(args.output_dir, RECIPE_FILE)
-        if not path.exists():
-            dump_recipe(settings, path)
+        save_recipe(args.output_dir, settings)
         rows.sort(key=lambda row: [*sources].index(row["name"]))
         from loopdropout_trainer.reports.printing import print_evaluation
 
@@ -215,7 +214,7 @@ def evaluate_source(
             for row in results:
                 if "samples" in row:
                     row["samples"] = f"samples/{name}/{row['samples']}"
-            yield [{**columns, **row} for row in results]
+            yield [{**columns, "limit": args.benchmark_limit, **row} for row in results]
 
 
 def plan_settings(args: EvaluationArguments, sources: dict[str, Source], num_loops: int | None) -> list[Setting]:
@@ -327,6 +326,21 @@ def describe_base(sources: dict[str, Source], settings: dict[str, Any]) -> dict[
         if value is not None:
             base[name] = value
     return base
+
+
+def save_recipe(folder: str, settings: dict[str, Any]) -> None:
+    """Save the settings of the first evaluation in a folder, with the tasks of all evaluations there."""
+    saved = read_recipe(folder)
+    if not saved:
+        dump_recipe(settings, Path(folder, RECIPE_FILE))
+        return
+    tasks = [*dict.fromkeys([*saved.get("benchmarks", ()), *settings["benchmarks"]])]
+    own_tasks = {**(saved.get("own_benchmarks") or {}), **(settings.get("own_benchmarks") or {})}
+    merged = {**saved, "benchmarks": tasks}
+    if own_tasks:
+        merged["own_benchmarks"] = own_tasks
+    if merged != saved:
+        dump_recipe(merged, Path(folder, RECIPE_FILE))
 
 
 def describe_time(rows: list[dict], seconds: float) -> str:

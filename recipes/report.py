@@ -67,6 +67,21 @@ from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, 
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import option
 from loopdropout_trainer.settings.recipe import load_recipe, name_words, parse
+from loopdropout_trainer.terminal import print_sentences
+
+
+OF_FIGURES = (
+    "The summary has its figures without an option. `--tables` also makes figures, such as `--tables figure_teaser` of the "
+    "paper, or one of your own YAML file."
+)
+OF_FORMATS = "Each table is written as Markdown, LaTeX and CSV, and each figure as PNG, PDF and SVG."
+OF_SELECTIONS = (
+    "The summary has all results. `--tables my_table.yaml` makes a table of your own, which selects some of them "
+    "(docs/reports.md)."
+)
+OF_SUMMARY = ("accuracy", "choice", "comparison", "costs", "depth_loss", "held_out_loss", "loss_reduction", "losses")
+OF_SUMMARY += ("overview", "readout_loss", "summary")
+"""Names of the tables and figures of the summary, which `--tables` does not make."""
 
 
 @dataclass
@@ -74,6 +89,14 @@ class ReportArguments:
     """The runs, and the tables and figures to make."""
 
     first_words = "FOLDER [FOLDER ...]"
+    advice = {
+        **dict.fromkeys(("figure", "figures", "plot", "plots"), OF_FIGURES),
+        **dict.fromkeys(("csv", "format", "formats", "latex", "markdown", "tex"), OF_FORMATS),
+        **dict.fromkeys(
+            ("baseline", "benchmark", "benchmarks", "filter", "method", "methods", "metric"), OF_SELECTIONS
+        ),
+        **dict.fromkeys(("metrics", "num_loops", "seed", "seeds", "sweep", "task", "tasks"), OF_SELECTIONS),
+    }
 
     folders: list[str] = option(..., "Folders of runs. All folders below them are read.")
     tables: list[str] = option([], "Names in recipes/tables, YAML files, or `all`. Default: a summary.")
@@ -101,8 +124,7 @@ def main(argv: list[str] | None = None) -> None:
             f"`output_dir` must be a folder that can be written, got {output_dir} ({error.strerror})."
         ) from None
     final = final_results(results, args.checkpoints, args.folders)
-    for line in filter(None, [results.attrs["left_out"], *describe_left_out_runs(results, final)]):
-        print(line)
+    print_sentences(*results.attrs["left_out"].splitlines(), *describe_left_out_runs(results, final))
     for name, spec in specs.items():
         make_named(name, spec, final, output_dir)
     if not specs:
@@ -121,7 +143,7 @@ def find_output_dir(args: ReportArguments) -> Path:
         folder = Path(f"report_{names[:100]}")
     check_links(folder)
     replaced = ", and replaces the report there" if folder.exists() else ""
-    print(f"The report is written to {folder}{replaced}.")
+    print_sentences(f"The report is written to {folder}{replaced}.")
     return folder
 
 
@@ -135,6 +157,11 @@ def read_table(name: str) -> dict[str, Any]:
     if name.endswith((".yaml", ".yml")):
         return load_recipe(name)
     known = list_tables()
+    if name in OF_SUMMARY:
+        raise UserError(
+            f"`tables` must be names in recipes/tables, YAML files, or `all`, got {name}, which is a part of the summary. "
+            "`loopdropout report FOLDER` without `--tables` makes it."
+        )
     if name not in known:
         hint = closest_match(name, known) or f" They are {', '.join(known)}."
         raise UserError(f"`tables` must be names in recipes/tables, YAML files, or `all`, got {name}.{hint}")
@@ -152,7 +179,8 @@ def make_named(name: str, spec: dict[str, Any], results: pd.DataFrame, output_di
         save_layout(spec, table, path, notes)
     except Missing as reason:
         commands = [] if isinstance(reason, Misspelled) else spec.get("made_by", [])
-        print(f"Missing: {spec['title']}: {reason}", *commands, sep="\n")
+        print_sentences(f"Missing: {spec['title']}: {reason}")
+        print(*commands, sep="\n", end="\n" if commands else "")
 
 
 def summarize(results: pd.DataFrame, output_dir: Path, has_left_out: bool = False) -> None:
@@ -172,7 +200,7 @@ def summarize(results: pd.DataFrame, output_dir: Path, has_left_out: bool = Fals
     ]
     curves = loss_curves(results)
     if not any(made) and curves.empty:
-        print(describe_rest(results, has_left_out))
+        print_sentences(describe_rest(results, has_left_out))
     if len(curves):
         draw_figure(loss_figure(curves), output_dir / "losses")
 
@@ -301,8 +329,7 @@ def report_comparison(folders: Sequence[str], output_dir: Path) -> None:
     """Make the table that compares two or more runs on the same problems, if all folders are runs that answered some."""
     folders = [os.path.normpath(folder) for folder in folders]
     compared = compare_folders(folders)
-    for line in explain_missing_runs(folders, compared):
-        print(line)
+    print_sentences(*explain_missing_runs(folders, compared))
     if compared.empty:
         return
     places = pd.Series([os.path.abspath(folder) for folder in folders])
@@ -343,7 +370,7 @@ def draw_figure(plot: Any, path: Path) -> None:
     caption = getattr(plot, "items", [plot])[0].labels.caption
     print(f"Wrote {path}.png, .pdf and .svg")
     if caption:
-        print(" ".join(caption.split()))  # in one line, not in those that fit the figure
+        print_sentences(" ".join(caption.split()))  # not in the lines that fit the figure
 
 
 if __name__ == "__main__":

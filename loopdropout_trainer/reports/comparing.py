@@ -13,6 +13,7 @@ from loopdropout_trainer.diagnostics import Comparison, compare_answers
 from loopdropout_trainer.errors import UserError, join_command
 from loopdropout_trainer.results.run_files import (
     DEVELOPMENT,
+    check_results_folder,
     is_of_training,
     read_own_results,
     read_run_results,
@@ -158,8 +159,7 @@ def _find_comparable(folder: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 def _find_accuracy(folder: str | Path, task: str, num_loops: int | None) -> dict[str, Any]:
     """Return the accuracy of a run on a task with all gates on."""
-    if not Path(folder).is_dir():
-        raise UserError(f"The folder {folder} does not exist.")
+    check_results_folder(folder)
     rows = read_run_results(folder)
     own = _list_accuracies(rows)
     depth = num_loops

@@ -56,17 +56,20 @@ def describe_points(data: pd.DataFrame, numbers_of: str = "accuracies", chosen_b
     """
     numbers = data.loc[has_seeds(data["label"]), "num_seeds"]
     least, most = numbers.min(), numbers.max()
-    if most == 1:
-        caption = "One seed."
-    elif least == most:
-        caption = f"{_name_spread(data)}: ± one standard deviation over {most} seeds."
-    else:
-        caption = (
-            f"{_name_spread(data)}: ± one standard deviation over up to {most} seeds. Points of one seed have none."
-        )
+    caption = "One seed."
+    if most > 1:
+        spread = _name_spread(data)
+        seeds = f"{most}" if least == most else f"{least} to {most}"
+        caption = f"{spread}: ± one standard deviation over {seeds} seeds."
+        if least == 1:
+            caption += f" A point of one seed has no {SINGULAR[spread]}."
     if "chose" in data and data["chose"].any():
         caption += f"\nThe {numbers_of} are not a test, because {chosen_by} chose the learning rates."
     return caption
+
+
+SINGULAR = {"Bands": "band", "Bars": "bar", "Bands and bars": "band or bar"}
+"""The texts of `_name_spread`, and the word for one of them."""
 
 
 def _name_spread(data: pd.DataFrame) -> str:
@@ -99,8 +102,11 @@ def overview_figure(results: pd.DataFrame) -> Any:
     # A run can have those of its reference solutions and of held-out examples, or of different numbers of them.
     of_task = [rows for rows in groups.values() if task in {*rows["task"]}]
     reductions = next(iter(of_task or groups.values()), results.iloc[:0])
+    of_all_loops = accuracy[
+        accuracy["loop"].isna() & accuracy["gates"].isin(["unit", "none"])
+    ]  # not under chosen gates
     panels = {
-        "K loops at inference": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
+        "K loops at inference": of_all_loops.assign(loop=of_all_loops["num_loops"]),
         "accuracy with the adapter in one loop": accuracy,
         "loss reduction, adapter in one loop": reductions,
     }

@@ -76,7 +76,9 @@ IGNORED = {
     "adapter",
     "training",
     "samples",
+    "limit",
     "chose",
+    "num_sweeps",
     "other_number",
     *(f"recipe_{name}" for name in NO_EFFECT),
 }
@@ -102,10 +104,12 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     """Return all results below the folders, with the columns that the comment at the top of this file lists.
 
     Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep),
-    `checkpoint` (its step, if a checkpoint was measured), `code` (`number_codes`), `chose` (`_find_choosing`), and
-    `other_number` (`find_other_numbers`), whose results `select` leaves out. Three kinds of results are left out: those that
-    repeat a measurement of a training itself, losses that only served the choice of a learning rate, and those of weights that
-    a later training replaced. `attrs["left_out"]` has a line about each kind, or is "".
+    `checkpoint` (its step, if a checkpoint was measured), `code` (`number_codes`), `chose` (`_find_choosing`), `num_sweeps`
+    (number of sweeps of all results), and `other_number` (`find_other_numbers`), whose results `select` leaves out.
+
+    Three kinds of results are left out: those that repeat a measurement of a training itself, losses that only served the
+    choice of a learning rate, and those of weights that a later training replaced. `attrs["left_out"]` has a line about each
+    kind, or is "".
 
     If no training has results, those that have not ended have one result each, `unfinished_at`, for their losses. A line of
     `attrs["left_out"]` says so.
@@ -162,7 +166,8 @@ def _set_runs(rows: Sequence[dict[str, Any]]) -> None:
 def _make_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """Return the results that are not left out as a data frame, with the columns that follow from several results."""
     results = pd.DataFrame(rows).map(_as_cell)
-    columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]  # the named ones may be missing
+    named = ("loop", "group", "readout", "samples", "limit", "recipe_run_name")  # which may be missing
+    columns = [*COLUMNS, *named, *results]
     results = results.reindex(columns=list(dict.fromkeys(columns)))
     names = results["recipe_run_name"].astype(str).str.extract(RUN_NAME)  # `sweep` and `variant`
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()  # K of each training
@@ -171,6 +176,7 @@ def _make_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     results["recipe_num_loops"] = _name_depths(results, depths)
     results["chose"] = _find_choosing(results)
     results["code"] = number_codes(results)
+    results["num_sweeps"] = results["sweep"].nunique()
     results["other_number"] = find_other_numbers(results, IGNORED)
     return results
 
@@ -249,6 +255,8 @@ def _set_recipe(row: dict[str, Any], read_once: Callable[[str], dict[str, Any]])
         if row["task"] == DEVELOPMENT:
             is_held_out_loss = row["metric"] in ("loss", "depth_loss", "readout_loss")
         _empty_recipe(row, kept=OF_BASE_LOSS if is_held_out_loss else OF_BASE)
+        if "limit" in row:  # of an evaluation, whose recipe has the limit of the first one in the folder
+            row["recipe_benchmark_limit"] = row["limit"]
 
 
 def _empty_recipe(row: dict[str, Any], kept: Collection[str] = ()) -> None:
@@ -299,33 +307,48 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     """Return the results whose columns have the wanted values, or one of a list of values.
 
     Without `gates` and `loop` the gates are one, or those of a training loss. Without `num_loops` and `loop` the depth is the
-    depth of the training. Without `checkpoint` the weights are the final ones. Without `task`, accuracies on problems that
-    chose a learning rate are left out, and without `n`, those on another number of problems than the other seeds
-    (`find_other_numbers`). A `method` is named as in `has_method`.
+    depth of the training. Without `checkpoint` the weights are the final ones, and without `readout` the last loop is read
+    out. Without `task`, accuracies on problems that chose a learning rate are left out, and without `n`, those on another
+    number of problems than the other seeds (`find_other_numbers`). A `method` is named as in `has_method`.
     """
     is_wanted = np.full(len(results), True)
     for name, value in wanted.items():
-        values = results[name] if name in results else pd.Series(np.nan, results.index)
-        wanted_values = pd.Series(value)
-        has_value = values.isin(wanted_values).to_numpy()
-        if name == "method":
-            for method in wanted_values:
-                has_value = has_value | has_method(results, method).to_numpy()  # `isin` returns a read-only array
-        if wanted_values.isna().any():  # `isin` finds no missing integer
-            has_value |= values.isna().to_numpy()
-        is_wanted &= has_value
+        is_wanted &= _has_value(results, name, value)
     if not wanted.keys() & {"gates", "loop"}:
         # Only training losses have drawn gates, and they have no others.
         is_wanted &= (results["gates"].isin(["unit", "none", DRAWN]) & results["loop"].isna()).to_numpy()
     if not wanted.keys() & {"num_loops", "loop"}:
         is_wanted &= (results["num_loops"] == results["trained_loops"]).to_numpy()
-    if "checkpoint" not in wanted:
-        is_wanted &= results["checkpoint"].isna().to_numpy()
+    for name in ("checkpoint", "readout"):
+        if name not in wanted:
+            is_wanted &= results[name].isna().to_numpy()
     if "task" not in wanted:
         is_wanted &= ~(results["chose"] & (results["metric"] == "accuracy")).to_numpy()
     if "n" not in wanted:
         is_wanted &= ~results["other_number"].to_numpy()
     return results[is_wanted]  # once, because a table of results has many columns
+
+
+def _has_value(results: pd.DataFrame, name: str, value: Any) -> np.ndarray:
+    """Return whether a column of each result has a value, or one of a list of values. `select` describes the arguments."""
+    values = results[name] if name in results else pd.Series(np.nan, results.index)
+    wanted_values = pd.Series(value)
+    has_value = values.isin(wanted_values).to_numpy()  # which is read-only
+    if name == "method":
+        for method in wanted_values:
+            has_value = has_value | has_method(results, method).to_numpy()
+    if wanted_values.isna().any():  # `isin` finds no missing integer
+        has_value = has_value | values.isna().to_numpy()
+    return has_value
+
+
+def select_accuracies(results: pd.DataFrame) -> pd.DataFrame:
+    """Return the accuracies of the summary: at all depths, of checkpoints and of readouts of earlier loops, too.
+
+    Those on problems that chose a learning rate are left out, as all results with other gates.
+    """
+    everywhere = {name: results[name] for name in ("num_loops", "checkpoint", "readout")}
+    return select(results, {"metric": "accuracy", **everywhere})
 
 
 def has_method(results: pd.DataFrame, name: str) -> pd.Series:

@@ -52,8 +52,16 @@ NUMBER = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 ALIKE = ("recipe_learning_rate",)
 """Settings that all labels have if one label has them. In an unfinished sweep, a method may have one learning rate so far."""
 
-SHORT_NAMES = {"recipe_learning_rate": "lr ", "recipe_num_loops": "K = ", "code": "code "}
+SHORT_NAMES = {
+    "recipe_learning_rate": "lr ",
+    "recipe_num_loops": "K = ",
+    "code": "code ",
+    "readout": "readout of loop ",
+}
 """Short names of settings in labels. The others are written as "p = 0.5"."""
+
+MEASURED_AT = ("checkpoint", "readout")
+"""Columns of results that are not of the final weights, or of the output of the last loop. Labels always have them."""
 
 
 def name_methods(results: pd.DataFrame) -> pd.Series:
@@ -70,7 +78,8 @@ def name_methods(results: pd.DataFrame) -> pd.Series:
 def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[str] = ()) -> pd.Series:
     """Return the names of results, and the settings of their recipes, sweeps or codes in which those of one name differ.
 
-    Results of several sweeps have the names of their sweeps, which stand for the settings that differ only between sweeps.
+    If a report is of several sweeps, results have the names of their sweeps, also in a table that only one sweep is in. The
+    names stand for the settings that differ only between sweeps.
 
     Args:
         names: Name of each result.
@@ -81,12 +90,12 @@ def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[st
     shared: set[str] = set()
     for fields in fields_of.values():
         shared.update({*alike}.intersection(fields))
-    if results["sweep"].nunique() > 1:
+    if results["sweep"].nunique() > 1 or results["num_sweeps"].max() > 1:
         shared.add("sweep")
     texts = names.copy()
     for name, rows in results.groupby(names):
         fields = shared.union(fields_of[name])
-        for field in sorted(fields, key=lambda field: (field == "checkpoint", field)):  # a checkpoint comes last
+        for field in sorted(fields, key=lambda field: (field in MEASURED_AT, field)):  # which come last
             title = SHORT_NAMES.get(field, f"{field.removeprefix('recipe_')} = ")
             settings = f", {title}" + rows[field].map(_setting_text)
             texts.loc[rows.index] += settings.where(rows[field].notna(), "")
@@ -94,7 +103,7 @@ def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[st
 
 
 def _differing_settings(rows: pd.DataFrame) -> list[str]:
-    """Return the settings, `sweep`, `code` and `checkpoint` in which results of one name differ.
+    """Return the settings, `sweep` and `code` in which results of one name differ, and those of `MEASURED_AT`.
 
     Settings that are equal inside of each sweep are left out, because the name of the sweep tells them apart.
     """
@@ -105,9 +114,8 @@ def _differing_settings(rows: pd.DataFrame) -> list[str]:
         for _, own in columns.groupby("sweep", dropna=False):
             in_sweeps.update(differing(own))
         fields = sorted(in_sweeps)
-    if rows["checkpoint"].notna().any():  # also if all of them are of one, which is not the run's adapter
-        fields.append("checkpoint")
-    return fields
+    # Also if all of them are of one checkpoint, which is not the run's adapter.
+    return fields + [name for name in MEASURED_AT if rows[name].notna().any()]
 
 
 def _setting_text(value: Any) -> str:
@@ -136,8 +144,8 @@ def has_seeds(labels: Sequence[str] | pd.Series | pd.Index) -> np.ndarray:
 def find_baseline(ours: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame | None:
     """Return the results of the LoRA that a method is compared with, or None if there is none.
 
-    It is the LoRA of the same sweep if there is one. If there are several, both methods must have results of several
-    settings, and those with equal settings are compared.
+    It is the LoRA of the same sweep if there is one, at the same checkpoint and readout. If there are several, both methods
+    must have results of several settings, and those with equal settings are compared.
 
     Args:
         ours: Results of one label.
@@ -149,10 +157,10 @@ def find_baseline(ours: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame | N
     if (lora["sweep"] == own_sweep).any():
         lora = lora[lora["sweep"] == own_sweep]
         of_method = of_method[of_method["sweep"] == own_sweep]
-    fields = _differing_settings(lora)
-    if not {*fields} <= {*_differing_settings(of_method)}:
+    fields = {*_differing_settings(lora)} - {*MEASURED_AT}
+    if not fields <= {*_differing_settings(of_method)}:
         return None
-    for field in fields:
+    for field in [*fields, *MEASURED_AT]:
         value = ours[field].iloc[0]
         if pd.isna(value):
             lora = lora[lora[field].isna()]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from loopdropout_trainer.errors import join_command
+from loopdropout_trainer.reports.base_names import NAME
+from loopdropout_trainer.reports.frames import select_accuracies
 from loopdropout_trainer.results.run_files import (
+    DEVELOPMENT,
     EVALUATION_FOLDER,
+    RECIPE_FILE,
     RUN_FILE,
     is_of_base,
+    measurement_folder,
     read_needed_imports,
     read_recipe,
     recipe_path,
@@ -20,47 +26,108 @@ from loopdropout_trainer.settings.read_yaml import read_yaml_file
 
 
 def describe_missing_base(results: pd.DataFrame) -> list[str]:
-    """Return sentences with the commands that evaluate the base model, if accuracies lack it and a recipe has their tasks.
+    """Return a sentence with a command for the accuracies of the base model that the table of a report lacks.
 
-    A sweep does not evaluate it by default, because each of its runs would. Only accuracies at the depth of a training ask for
-    it: who wants it at other depths adds them to the command.
+    A sweep does not evaluate it by default, because each of its runs would. The base model lacks an accuracy if a trained
+    model has one at the same depth, on the same problems and over the same base model, and if a recipe has its task.
     """
-    accuracy = results[(results["metric"] == "accuracy") & ~results["chose"]]
-    if "recipe_benchmarks" not in accuracy:
-        return []
-    base = accuracy[is_of_base(accuracy)]
-    known = set(zip(base["task"], base["num_loops"], strict=True))
-    measured = accuracy[accuracy["recipe_benchmarks"].notna() & (accuracy["num_loops"] == accuracy["trained_loops"])]
-    if measured.empty:
-        return []
-    if base.empty:
-        command = _command_for_base(measured["run"].iloc[0], measured["num_loops"])
-        return [f"The base model was not evaluated. {command} does so, and the next report has it."]
+    accuracy = select_accuracies(results).assign(base=_name_bases(results))
+    trained = accuracy[~is_of_base(accuracy) & accuracy["readout"].isna() & (accuracy["task"] != DEVELOPMENT)]
+    known = set(accuracy.loc[is_of_base(accuracy), PLACE].itertuples(index=False, name=None))
     sentences = []
-    for run, rows in measured.groupby("run", sort=False):
-        lacking = []
-        for task, num_loops, benchmarks in rows[["task", "num_loops", "recipe_benchmarks"]].itertuples(index=False):
-            if task in benchmarks and (task, num_loops) not in known:
-                lacking.append((task, num_loops))
-        if lacking:
-            known.update(lacking)  # the command of this run measures them, also for the other runs
-            tasks = ", ".join(sorted({task for task, _ in lacking}))
-            command = _command_for_base(run, [num_loops for _, num_loops in lacking])
-            sentences.append(f"The base model was not evaluated on {tasks}. {command} does so.")
+    for folder, rows in trained.groupby(_find_folders(trained), sort=False):
+        recipe = read_recipe(folder)
+        lacking: dict[int | None, dict[str, set[float]]] = {}  # depths by task, of each limit
+        for row in rows.to_dict("records"):
+            place = tuple(row[name] for name in PLACE)
+            if place in known or row["task"] not in (recipe.get("benchmarks") or ()):
+                continue
+            known.add(place)  # the command measures it for all runs
+            limit = _find_limit(row, recipe)
+            lacking.setdefault(limit, {}).setdefault(row["task"], set()).add(row["num_loops"])
+        for limit, depths_of_task in lacking.items():
+            sentences += _describe_commands(folder, recipe, depths_of_task, limit)
     return sentences
 
 
-def _command_for_base(run: str, depths: Iterable[float]) -> str:
-    """Return the command that evaluates the base model of a run at some depths, in backquotes.
+PLACE = ["base", "task", "num_loops", "n"]
+"""Columns of an accuracy that the base model and a trained model must share."""
 
-    Its results belong next to the run, which may be a copy of the folder that the recipe names.
+
+def _name_bases(results: pd.DataFrame) -> pd.Series:
+    """Return the name of the base model of each result, or "" if it is not known."""
+    return results.reindex(columns=[NAME])[NAME].astype(object).fillna("")
+
+
+def _find_folders(results: pd.DataFrame) -> pd.Series:
+    """Return the folder of the recipe that each result was measured with: its own, as of `evaluate`, or that of its run."""
+    folders = []
+    for folder, run in results[["folder", "run"]].itertuples(index=False):
+        has_recipe = Path(folder, RECIPE_FILE).is_file()
+        folders.append(folder if has_recipe else run)
+    return pd.Series(folders, results.index, dtype=object)
+
+
+def _find_limit(row: dict[str, Any], recipe: dict[str, Any]) -> int | None:
+    """Return the `benchmark_limit` of a result, None for all problems, from the recipe that it was measured with.
+
+    `evaluate` also saves it in each result, because the recipe in its folder has the limit of the first evaluation there. A
+    result of an older version does not have it. Then its number of problems is the limit.
     """
-    path = recipe_path(run)
-    words = ["evaluate", str(path), "none", "--eval_num_loops", *(f"{depth:g}" for depth in sorted(set(depths)))]
-    folder = read_recipe(run).get("output_dir")
-    if folder is not None and Path(folder).resolve() != Path(run).resolve():
-        words += ["--output_dir", str(Path(run, EVALUATION_FOLDER))]
-    return f"`{complete_command(words, run)}`"
+    if not pd.isna(row["limit"]):
+        return int(row["limit"])
+    limit = recipe.get("benchmark_limit")
+    if row.get("adapter") and limit is not None and row["n"] > limit:
+        return int(row["n"])
+    return limit
+
+
+def _describe_commands(
+    folder: str, recipe: dict[str, Any], depths_of_task: dict[str, set[float]], limit: int | None
+) -> list[str]:
+    """Return a sentence with a command for each set of depths, because a command measures all of its tasks at all depths.
+
+    Args:
+        folder: Folder of the recipe.
+        recipe: Recipe that has the tasks.
+        depths_of_task: Depths at which the base model was not evaluated, by task.
+        limit: Number of problems of each task, or None for all.
+    """
+    tasks_of_depths: dict[tuple[float, ...], list[str]] = {}
+    for task, depths in depths_of_task.items():
+        tasks_of_depths.setdefault(tuple(sorted(depths)), []).append(task)
+    sentences = []
+    for depths, tasks in tasks_of_depths.items():
+        texts = [f"{depth:g}" for depth in depths]
+        command = _command_for_base(folder, recipe, tasks, texts, limit)
+        sentences.append(
+            f"The base model was not evaluated on {', '.join(tasks)} at K = {', '.join(texts)}. {command} does so, and the "
+            "next report has it."
+        )
+    return sentences
+
+
+def _command_for_base(
+    folder: str, recipe: dict[str, Any], tasks: list[str], depths: list[str], limit: int | None
+) -> str:
+    """Return the command that evaluates the base model on the problems that other results in a folder are on, in backquotes.
+
+    Its results belong next to them, and the folder may be a copy of the folder that the recipe names.
+    """
+    path = recipe_path(folder)
+    words = ["evaluate", str(path), "none"]
+    if tasks != recipe["benchmarks"]:
+        words += ["--benchmarks", *tasks]
+    words += ["--eval_num_loops", *depths]
+    if limit != recipe.get("benchmark_limit"):
+        words += ["--benchmark_limit", str(limit)]
+    for name in ("gates", "readout"):  # of an adapter, and of another measurement
+        if recipe.get(name) is not None:
+            words += [f"--{name}", "null"]
+    output_dir = recipe.get("output_dir")
+    if output_dir is not None and Path(output_dir).resolve() != Path(folder).resolve():
+        words += ["--output_dir", measurement_folder(folder, EVALUATION_FOLDER)]
+    return f"`{complete_command(words, folder)}`"
 
 
 def describe_missing_base_loss(results: pd.DataFrame) -> list[str]:

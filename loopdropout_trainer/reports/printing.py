@@ -17,7 +17,7 @@ from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, compare_answers, de
 from loopdropout_trainer.reports.loss_tables import title_losses
 from loopdropout_trainer.reports.tables import OWN_FAMILY, name_examples
 from loopdropout_trainer.results.run_files import read_samples
-from loopdropout_trainer.terminal import join_numbers
+from loopdropout_trainer.terminal import join_numbers, print_sentences, wrap_for_terminal
 
 
 NARROWEST, WIDEST = 40, 120
@@ -53,7 +53,7 @@ def print_table(title: str, table: pd.DataFrame, format_cell: Callable[[Any], An
         if len(parts[-1]) > len(keys) and widths[[*parts[-1], place]].sum() > width + 2:
             parts.append(keys)
         parts[-1] = [*parts[-1], place]
-    print(f"\n{title}")
+    print("", *wrap_for_terminal(title, 0), sep="\n")
     for number, part in enumerate(parts):
         if number > 0:
             print()
@@ -142,6 +142,9 @@ def print_evaluation(rows: list[dict], averages: dict[str, list[str]]) -> None:
     for title, parts in averages.items():
         table.loc[title] = table.reindex(parts).mean(skipna=False)
     depths = named["K"].unique()
+    readout = ""
+    if "readout" in named and named["readout"].notna().any():  # one for all results of a command
+        readout = f", read out after loop {named['readout'].iloc[0]:g}"
     if len(depths) == 1:
         table = table.droplevel("K", axis=1)
         if legend:
@@ -152,7 +155,7 @@ def print_evaluation(rows: list[dict], averages: dict[str, list[str]]) -> None:
         if len(names) == 1:
             table = table.swaplevel()  # so that the name moves to the title if the table is too wide
     title = f"Results at {depths[0]}" if len(depths) == 1 else "Results with K loops"
-    print_table(title, table.rename_axis(columns=None), "{:.2f}".format)
+    print_table(title + readout, table.rename_axis(columns=None), "{:.2f}".format)
     for line in legend:
         print(line)
 
@@ -196,7 +199,8 @@ def print_diagnostics(rows: list[dict[str, Any]]) -> None:
         is_lora = "LoRA" in method.split(", ")
         has_recipe = own["seed"].notna().all()
         if is_lora or not has_recipe:
-            print(f"\n{method}: {describe_profile(own.groupby('loop')['value'].mean(), own['n'].iloc[0])}")
+            print()
+            print_sentences(f"{method}: {describe_profile(own.groupby('loop')['value'].mean(), own['n'].iloc[0])}")
 
 
 def shorten_folders(names: pd.Series) -> pd.Series:
@@ -229,4 +233,4 @@ def print_differences(accuracy: pd.DataFrame, baseline: str = "LoRA") -> None:
             title, keys = f"{title} of {tasks[0]}", ["K"]
         print_table(title, own.set_index(keys)[["n", "points [95% interval]"]])
     about = "The intervals are over problems. They do not include other training seeds."
-    print(" ".join([about, *explain_disagreements(intervals), OWN_FAMILY]))
+    print_sentences(" ".join([about, *explain_disagreements(intervals), OWN_FAMILY]))

@@ -21,6 +21,7 @@ from loopdropout_trainer.reports.tables import (
     explain_unpaired,
     name_seeds,
 )
+from loopdropout_trainer.terminal import print_sentences
 
 
 class TableText(NamedTuple):
@@ -98,7 +99,9 @@ def save_csv(numbers: pd.DataFrame, path: Path, index: bool = True) -> None:
 def print_text(table: pd.DataFrame, text: TableText) -> None:
     """Print a table with the text around it."""
     print_table(text.title, table)
-    print(*text.lines, sep="\n")
+    if not text.lines:
+        print()  # between the table and the line about its files
+    print_sentences(*text.lines)
 
 
 def save_markdown(table: pd.DataFrame, text: TableText, path: Path) -> None:

@@ -22,7 +22,7 @@ from loopdropout_trainer.diagnostics import (
 )
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS, have_same_problems, read_targets
-from loopdropout_trainer.reports.frames import average, select, tasks_of, values_by_seed
+from loopdropout_trainer.reports.frames import average, select, select_accuracies, tasks_of, values_by_seed
 from loopdropout_trainer.reports.labels import find_baseline, has_seeds, labelled
 from loopdropout_trainer.results.run_files import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 
@@ -288,9 +288,7 @@ def accuracy_numbers(results: pd.DataFrame) -> pd.DataFrame:
     A method is compared with the LoRA whose settings it has, as far as those of LoRA differ. The 95% intervals are over seeds.
     For a single seed they are over problems.
     """
-    # Without these conditions, `select` takes only the trained depth and the final weights.
-    everywhere = {name: results[name] for name in ("num_loops", "checkpoint")}
-    return _accuracy_numbers(select(results, {"metric": "accuracy", **everywhere}))
+    return _accuracy_numbers(select_accuracies(results))
 
 
 def choice_numbers(results: pd.DataFrame) -> pd.DataFrame:

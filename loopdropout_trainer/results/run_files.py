@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.errors import UserError, find_unusable, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, find_unusable, short_repr
 from loopdropout_trainer.files import (
     checkpoint_step,
     describe_version,
@@ -132,8 +132,7 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
     """
     rows, seen = [], set()
     for folder in folders:
-        if not Path(folder).is_dir():
-            raise UserError(f"The folder {folder} does not exist.")
+        check_results_folder(folder)
         for path in sorted(Path(folder).rglob(RESULTS_FILE)):
             if path.resolve() in seen:
                 continue
@@ -141,6 +140,20 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
             columns = {f"recipe_{name}": value for name, value in read_recipe(path.parent).items()}
             rows += [{**columns, **row, "folder": str(path.parent)} for row in _read_rows(path)]
     return rows
+
+
+def check_results_folder(folder: str | Path) -> None:
+    """Raise UserError, with the folder that is meant, if a folder of results does not exist or is a file."""
+    path = Path(folder)
+    if path.is_dir():
+        return
+    if not path.exists():
+        siblings = [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
+        raise UserError(f"The folder {folder} does not exist.{closest_match(path.name, siblings)}")
+    meant = str(path.parent)
+    if path.suffix in (".yaml", ".yml") and path.name != RECIPE_FILE:  # not of a run
+        meant = load_recipe(path).get("output_dir") or "its `output_dir`"
+    raise UserError(f"Results are read from folders, and {folder} is a file. Give the folder of its results, {meant}.")
 
 
 def read_own_results(folder: str | Path) -> list[dict[str, Any]]:
@@ -389,7 +402,7 @@ def is_finished(output_dir: str | Path) -> bool:
 
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     """Return the columns that two results in a folder share if one replaces the other."""
-    ignored = {"value", "n", "samples", *unneeded_columns(row)}
+    ignored = {"value", "n", "limit", "samples", *unneeded_columns(row)}
     return frozenset((name, str(value)) for name, value in row.items() if name not in ignored and value is not None)
 
 

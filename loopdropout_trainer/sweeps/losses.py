@@ -13,6 +13,7 @@ from loopdropout_trainer.reports.tables import split_reductions
 from loopdropout_trainer.results.run_files import DIAGNOSTICS_FOLDER, is_of_base, read_results, read_run
 from loopdropout_trainer.saving.facts import ALL_KINDS
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.terminal import print_sentences
 
 
 def find_missing(run: Path) -> str | None:
@@ -57,8 +58,7 @@ def print_means(sweep: Path, folders: list[str], has_own_reductions: bool) -> No
     groups = split_reductions(final)
     for examples, rows in groups.items():
         print_table(*make_reduction_table(examples, reduction_numbers(rows)))
-    for line in describe_left_out_runs(results, final):
-        print(line)
+    print_sentences(*describe_left_out_runs(results, final))
     if not has_method:
         print("There is no table, because the sweep has not chosen the learning rate of any method yet.")
     print(f"\nAll results are in {DIAGNOSTICS_FOLDER}/results.jsonl of each run.")

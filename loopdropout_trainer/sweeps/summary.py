@@ -28,6 +28,7 @@ from loopdropout_trainer.results.sweep_folder import SweepRun, describe_choice, 
 from loopdropout_trainer.results.sweep_scores import name_score, read_score
 from loopdropout_trainer.sweeps.code import find_incomparable, find_kept_choices, find_other_results
 from loopdropout_trainer.sweeps.counts import describe_other_runs
+from loopdropout_trainer.terminal import print_sentences
 
 
 def print_summary(sweep: Any) -> None:
@@ -53,16 +54,17 @@ def print_summary(sweep: Any) -> None:
     table = accuracy_table(numbers)
     if len(table):
         print_table(fit_title(ACCURACY_TITLE, numbers), table)
-        for line in explain_unpaired(numbers, numbers.index.get_level_values("method")):
-            print(line)
+        print_sentences(*explain_unpaired(numbers, numbers.index.get_level_values("method")))
     of_choice = choice_numbers(final)
     if len(of_choice):
         print_table(fit_title(CHOICE_TITLE, of_choice), accuracy_table(of_choice))
-        print(CHOICE_NOTE.format("accuracies"))
+        print_sentences(CHOICE_NOTE.format("accuracies"))
     if sweep.loss_chooses_by_default or not (len(table) or len(of_choice)):
         print_lowest(loss_numbers(trained))
     if len(sweep.seeds) == 1 and len(sweep.recipes) > 1:
-        print("With one seed, the spread over seeds is not known, so the order of the methods can be chance.")
+        print_sentences(
+            "With one seed, the spread over seeds is not known, so the order of the methods can be chance."
+        )
     _print_other_runs(sweep)
     update_summary(sweep.output_dir, accuracy=table.reset_index().to_dict("records"))
     print(f"\nNext:\n  {join_command('report', sweep.output_dir)}   # tables of losses, accuracies and costs")
@@ -99,13 +101,13 @@ def _print_choices(sweep: Any) -> None:
     for method in sweep.recipes:
         choice = sweep.choice(method)
         if method in kept:
-            print(
+            print_sentences(
                 f"{describe_choice(method, kept[method]['best'])} It was chosen before a file of `--import` changed."
             )
         elif choice.best is None:
-            print(f"{method}: no learning rate is chosen. {choice.remark}")
+            print_sentences(f"{method}: no learning rate is chosen. {choice.remark}")
         else:
-            print(describe_choice(method, choice.best, choice.remark))
+            print_sentences(describe_choice(method, choice.best, choice.remark))
         _print_scores(sweep, method, choice.rates, method in kept)
 
 
@@ -131,10 +133,10 @@ def print_lowest(losses: pd.DataFrame) -> None:
     own = losses[has_seeds(losses.index)]
     if own["seeds"].nunique() > 1:
         seeds = "; ".join(f"{name}: {seeds}" for name, seeds in own["seeds"].items())
-        print(f"The held-out losses are not compared, because the methods have different seeds ({seeds}).")
+        print_sentences(f"The held-out losses are not compared, because the methods have different seeds ({seeds}).")
     elif len(means):
         others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
         higher = f" ({', '.join(others)})" if others else ""
-        print(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} nats per token{higher}")
+        print_sentences(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} nats per token{higher}")
     if losses["chose"].any():
-        print(CHOICE_NOTE.format("losses"))
+        print_sentences(CHOICE_NOTE.format("losses"))

@@ -103,7 +103,12 @@ def test_bars_are_for_terminals_only():
 def test_plans_are_wrapped_in_terminals_only():
     """Between words, and not inside of numbers and settings. Other programs find whole lines in a file."""
     line = "  at most 12,902,400 tokens, so 4.0 to 17 hours at K = 4"
-    code = f"from loopdropout_trainer.terminal import titled; print(titled('tokens', [{line!r}], 8))"
+    sentence = "Nobody has measured it. `loopdropout evaluate outputs/quickstart none --eval_num_loops 4` does so."
+    code = (
+        "from loopdropout_trainer.terminal import print_sentences, titled\n"
+        f"print(titled('tokens', [{line!r}], 8))\n"
+        f"print_sentences({sentence!r})"
+    )
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("COLUMNS", None)
     master, terminal = os.openpty()
@@ -115,10 +120,13 @@ def test_plans_are_wrapped_in_terminals_only():
     assert printed.splitlines() == [
         "tokens    at most 12,902,400 tokens, so",
         "            4.0 to 17 hours at K = 4",
+        "Nobody has measured it.",
+        "`loopdropout evaluate outputs/quickstart none --eval_num_loops 4`",  # one line, which can be copied
+        "does so.",
     ]
     assert (
         subprocess.run(command, env=environment, capture_output=True, check=True).stdout
-        == f"tokens  {line}\n".encode()
+        == f"tokens  {line}\n{sentence}\n".encode()
     )
 
 

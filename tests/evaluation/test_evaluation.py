@@ -28,7 +28,7 @@ from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
 from loopdropout_trainer.evaluation.plan import Setting, print_evaluation_plan
 from loopdropout_trainer.jobs.measuring import evaluate as measure_tasks
 from loopdropout_trainer.reports.printing import print_evaluation
-from loopdropout_trainer.results.run_files import read_results
+from loopdropout_trainer.results.run_files import read_recipe, read_results
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
 
@@ -510,8 +510,21 @@ def test_folders_need_neither_recipe_nor_base(saved, tmp_path):
     SCRIPT.main([*command, "--output_dir", str(tmp_path / "results")])
     (run / "recipe.yaml").write_text(f"model_name_or_path: {saved / 'base'}\ndtype: float32\np: 0.5\n")
     SCRIPT.main(command)
+    # A later evaluation adds its tasks to the recipe of the results, and each result has its own limit.
+    later = [
+        "--benchmarks",
+        "arithmetic_easy_test",
+        "--benchmark_limit",
+        "1",
+        "--output_dir",
+        str(tmp_path / "results"),
+    ]
+    SCRIPT.main([*command, *later])
+    limits = {row["task"]: row["limit"] for row in read_results(tmp_path / "results")}
+    assert limits == {"arithmetic_test": 2, "arithmetic_easy_test": 1}
+    assert read_recipe(tmp_path / "results")["benchmarks"] == ["arithmetic_test", "arithmetic_easy_test"]
     for folder in (tmp_path / "results", run):
-        rows = [row for row in read_results(folder) if row["metric"] == "accuracy"]
+        rows = [row for row in read_results(folder) if row["metric"] == "accuracy" and row["limit"] == 2]
         columns = [(row["method"], row["gates"], row.get("adapter"), row.get("model")) for row in rows]
         assert columns == [("p=0.5", "unit", str(run), None), ("merged", "none", None, str(merged))]
         assert len({(folder / row["samples"]).read_text() for row in rows}) == 1
@@ -563,6 +576,21 @@ def test_depths_of_an_evaluation_are_columns_of_one_table(capsys, monkeypatch):
     assert lines[:2] == [["gsm8k", "1", "20.00", "40.00"], ["gsm8k", "2", "20.00", "40.00"]]
     assert lines[-4:-2] == [["both", "1", "20.00", "40.00"], ["both", "2", "20.00", "40.00"]]
     assert lines[-2:] == [[f"model 1: {long}"], ["model 2: base"]]
+    print_evaluation(
+        [
+            {
+                "name": "a",
+                "gates": "unit",
+                "metric": "accuracy",
+                "num_loops": 4,
+                "task": "b",
+                "value": 1.0,
+                "readout": 2,
+            }
+        ],
+        {},
+    )
+    assert "\nResults at K = 4, read out after loop 2\n" in capsys.readouterr().out
     title, head, *lines = print_values(capsys, ["base", "quickstart"], [4])
     assert (title, head, lines[0]) == (
         ["Results at K = 4"], ["task", "base", "quickstart"], ["arithmetic_easy_test", "40.00", "40.00"],

@@ -868,6 +868,8 @@ def test_methods_of_two_sweeps_are_compared_in_each_one(tmp_path):
                 write(tmp_path / name, [row, {**row, "task": "of_both"}], recipe, method=title, seed=seed)
     numbers = tables.accuracy_numbers(frames.load_results(tmp_path))["difference"]
     assert [*numbers.loc["of_a"].reset_index("K", drop=True).dropna().items()] == [("Taper, sweep = a", 3.0)]
+    of_one = frames.load_results(tmp_path).query("sweep == 'a'")  # as a table that only one sweep has results for
+    assert {*labelled(of_one)["label"]} == {"LoRA, sweep = a", "Taper, sweep = a"}
     differences = numbers.loc["of_both"].reset_index("K", drop=True)
     assert [*differences.dropna().items()] == [("Taper, sweep = a", 3.0), ("taper, sweep = b", 3.0)]
     assert [*differences[differences.isna()].index] == ["LoRA, sweep = a", "LoRA, sweep = b"]
@@ -1091,6 +1093,56 @@ def test_unknown_table_is_named_before_anything_is_printed(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+MISTAKES = [
+    (
+        ["--figures"],
+        "`figures` is not a field of this script. The summary has its figures without an option. `--tables` also",
+    ),
+    (["--csv"], "`csv` is not a field of this script. Each table is written as Markdown, LaTeX and CSV"),
+    (
+        ["--task", "b"],
+        "`task` is not a field of this script. The summary has all results. `--tables my_table.yaml` makes",
+    ),
+    (["--dry_run", "true"], "Its fields are `folders`, `tables`, `checkpoints`, `output_dir`."),
+    (
+        ["--tables", "accuracy"],
+        "got accuracy, which is a part of the summary. `loopdropout report FOLDER` without `--tables`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), MISTAKES, ids=[words[0][2:] for words, _ in MISTAKES])
+def test_natural_mistakes_have_a_hint(tmp_path, words, says):
+    write(tmp_path / "run", [{"value": 50.0}])
+    with user_error(re.escape(says)):
+        report.main([str(tmp_path), *words])
+
+
+def test_file_of_a_run_names_its_folder(tmp_path):
+    """Also the recipe of a training, which names its folder, and a mistyped one."""
+    write(tmp_path / "run", [{"value": 50.0}], {"output_dir": "elsewhere"})
+    (tmp_path / "mine.yaml").write_text("output_dir: outputs/mine")
+    meant = {"run/results.jsonl": f"{tmp_path}/run", "run/recipe.yaml": f"{tmp_path}/run", "mine.yaml": "outputs/mine"}
+    for file, folder in meant.items():
+        with user_error(f"{tmp_path}/{file} is a file. Give the folder of its results, {folder}."):
+            report.main([f"{tmp_path}/{file}"])
+    with user_error(f"The folder {tmp_path}/rum does not exist. Did you mean 'run'?"):
+        report.main([f"{tmp_path}/rum"])
+
+
+def test_readouts_and_chosen_gates_are_not_the_answer(tmp_path, capsys):
+    """`evaluate` measures them next to it: readouts have lines of their own, and other gates are in no table or figure."""
+    for method, value in (("LoRA", 50.0), ("Loop Dropout", 60.0)):
+        rows = [{"value": value}, {"value": 5.0, "gates": "1-1-0-0"}, {"value": value / 2, "readout": 2, "n": 10}]
+        write(tmp_path / f"run/{method}", rows if method == "LoRA" else rows[:1], method=method)
+    _, folder = report_on(tmp_path / "run", capsys)
+    numbers = pd.read_csv(folder / "accuracy.csv").set_index("method")
+    assert {**numbers["mean"]} == {"LoRA": 50.0, "LoRA, readout of loop 2": 25.0, "Loop Dropout": 60.0}
+    assert numbers["difference"]["Loop Dropout"] == 10.0  # from the LoRA that is read out after the last loop
+    text, _ = report_on(tmp_path / "run", capsys, columns={"end": {}, "2": {"readout": 2}}, rows=[["LoRA"]])
+    assert "LoRA 50.00 25.00" in text
+
+
 def test_own_table_of_two_sweeps_says_how_to_select_one(finished_sweep, capsys):
     other = shutil.copytree(finished_sweep, finished_sweep.parent / "other")
     for path in other.rglob("recipe.yaml"):
@@ -1166,7 +1218,7 @@ def test_figures_say_what_their_bands_are(finished_sweep, capsys):
     assert sentence in " ".join(getattr(plot, "items", [plot])[0].labels.caption.split())
     for seeds, said in (
         ([1, 1], "One seed."),
-        ([1, 3], "over up to 3 seeds. Points of one seed have none."),
+        ([1, 3], "over 1 to 3 seeds. A point of one seed has no bar."),
     ):
         data = pd.DataFrame({"label": ["LoRA", "base model"], "num_seeds": [3, 1]}).assign(num_seeds=seeds)
         data["label"] = ["LoRA", "Loop Dropout"]
@@ -1190,19 +1242,43 @@ def test_single_points_of_a_figure_have_bars(tmp_path):
 
 
 def test_report_says_how_to_evaluate_the_base_model(tmp_path, capsys):
-    recipe = {"benchmarks": ["b"], "rule": "lora"}
-    write(tmp_path / "run", [{"value": 50.0}, {"value": 20.0, "num_loops": 8}], recipe)
+    """At all depths of the table, and with a command for each set of depths, because tasks can be measured at other ones."""
+    recipe = {"benchmarks": ["b", "c"], "rule": "lora", "model_name_or_path": "tiny-ouro", "benchmark_limit": 20}
+    write(tmp_path / "run", [{"value": 50.0}, {"value": 20.0, "num_loops": 8}, {"value": 1.0, "task": "c"}], recipe)
     write(tmp_path / "run", [{"task": "training", "metric": "train_seconds", "value": 1.0}])
-    command = f"`loopdropout evaluate {tmp_path}/run/recipe.yaml none --eval_num_loops 4` does so"
-    assert f"The base model was not evaluated. {command}" in report_on(tmp_path / "run", capsys)[0]
+    text, _ = report_on(tmp_path / "run", capsys)
+    for task, depths, words in (("b", "4, 8", "4 8"), ("c", "4", "4")):
+        command = (
+            f"`loopdropout evaluate {tmp_path}/run/recipe.yaml none --benchmarks {task} --eval_num_loops {words}`"
+        )
+        assert f"The base model was not evaluated on {task} at K = {depths}. {command} does so" in text
     base = {"method": "base model", "gates": "none", "seed": None, "step": None, "value": 1.0}
-    write(tmp_path / "run/evaluation", [base])
+    write(
+        tmp_path / "run/evaluation", [base, {**base, "num_loops": 8}, {**base, "task": "c"}], {**recipe, "rule": None}
+    )
     text, folder = report_on(tmp_path / "run", capsys)
     assert "was not evaluated" not in text and "base model" in {*pd.read_csv(folder / "accuracy.csv")["method"]}
-    write(tmp_path / "other", [{"value": 30.0, "task": "c"}], {**recipe, "benchmarks": ["c"]})
+    write(tmp_path / "other", [{"value": 30.0, "task": "d"}], {**recipe, "benchmarks": ["d"]})
     text, _ = report_on(tmp_path, capsys)
     command = f"`loopdropout evaluate {tmp_path}/other/recipe.yaml none --eval_num_loops 4` does so"
-    assert f"The base model was not evaluated on c. {command}" in text
+    assert (
+        f"The base model was not evaluated on d at K = 4. {command}" in text and text.count("was not evaluated") == 1
+    )
+
+
+def test_command_for_the_base_model_is_on_the_same_problems(tmp_path, capsys):
+    """As another sweep, with another limit, and `evaluate`, whose recipe in a folder can have the limit of an earlier one."""
+    recipe = {"benchmarks": ["b"], "rule": "lora", "benchmark_limit": 20}
+    base = {"method": "base model", "gates": "none", "seed": None, "step": None, "value": 1.0}
+    write(tmp_path / "runs/a", [{"value": 50.0}, base], recipe)
+    write(tmp_path / "runs/b", [{"value": 60.0, "n": 30}], {**recipe, "benchmark_limit": 30}, method="Mine")
+    text, _ = report_on(tmp_path / "runs", capsys)
+    command = f"`loopdropout evaluate {tmp_path}/runs/b/recipe.yaml none --eval_num_loops 4`"
+    assert f"on b at K = 4. {command} does so" in text and text.count("was not evaluated") == 1
+    write(tmp_path / "later", [{"value": 60.0, "n": 25}], {**recipe, "gates": ["unit"]}, adapter="/run", limit=25)
+    text, _ = report_on(tmp_path / "later", capsys)
+    options = "--eval_num_loops 4 --benchmark_limit 25 --gates null"
+    assert f"`loopdropout evaluate {tmp_path}/later/recipe.yaml none {options}` does so" in text
 
 
 def test_report_says_how_to_measure_the_loss_of_the_base_model(tmp_path, capsys):
@@ -1254,11 +1330,14 @@ def test_command_for_the_base_model_has_all_depths_and_imports(tmp_path, capsys)
         write(tmp_path / f"runs/{name}", rows, {"benchmarks": ["b"], "rule": "lora"}, num_loops=depth)
     imports = dict.fromkeys(["/my/unused.py", "/my/scorer.py", "/my/task.yaml"], "digest")
     write_run(tmp_path / "runs/a", imports=imports, used_imports=["/my/scorer.py"])
-    options = "none --eval_num_loops 2 8 --import /my/scorer.py /my/task.yaml"
+    options = "none --eval_num_loops 8 --import /my/scorer.py /my/task.yaml"
     command = f"`loopdropout evaluate {tmp_path}/runs/a/recipe.yaml {options}` does so"
-    assert f"The base model was not evaluated. {command}" in report_on(tmp_path / "runs", capsys)[0]
+    text, _ = report_on(tmp_path / "runs", capsys)
+    assert f"The base model was not evaluated on b at K = 8. {command}" in text
+    command = f"`loopdropout evaluate {tmp_path}/runs/b/recipe.yaml none --eval_num_loops 2` does so"
+    assert f"The base model was not evaluated on b at K = 2. {command}" in text
     dump_recipe({"benchmarks": ["b"], "output_dir": str(tmp_path / "original")}, tmp_path / "runs/a/recipe.yaml")
-    here = f"--eval_num_loops 2 8 --output_dir {tmp_path}/runs/a/evaluation --import"
+    here = f"--eval_num_loops 8 --output_dir {tmp_path}/runs/a/evaluation --import"
     assert here in report_on(tmp_path / "runs", capsys)[0]  # of a copied folder
 
 
