@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from loopdropout_trainer.errors import closest_match, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
 
 
 USUAL_NAMES = {
@@ -176,9 +176,27 @@ def field_hint(
     return closest_match(name, fields)
 
 
+def check_advice(given: Collection[str], fields: Collection[str], advice: Mapping[str, str]) -> None:
+    """Raise UserError with the advice of a script about a name that is not one of its fields, if it has any."""
+    for name in given:
+        if name not in fields and name in advice:
+            raise UserError(f"`{name}` is not a field of this script. {advice[name]}")
+
+
 def _name_value(value: Any) -> str:
     """Return a value as a recipe has it. A single word of a command line is no list."""
     if isinstance(value, list):
         words = ", ".join(item if isinstance(item, str) else short_repr(item) for item in value)
         return words if len(value) == 1 else f"[{words}]"
     return value if isinstance(value, str) else short_repr(value)
+
+
+def list_fields(fields: Collection[str]) -> str:
+    """Return the end of the message about an unknown field that resembles none: the fields of a small script, or the help."""
+    if len(fields) > MOST_LISTED:
+        return " `--help` lists the fields."
+    return f" Its fields are {', '.join(f'`{name}`' for name in fields)}."
+
+
+MOST_LISTED = 12
+"""Largest number of fields that the message about an unknown one lists."""

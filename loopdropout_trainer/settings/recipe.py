@@ -22,7 +22,7 @@ import yaml
 
 from loopdropout_trainer.errors import UserError, hide_secrets
 from loopdropout_trainer.files import check_links, file_hint, recipe_hint, recipe_names, recipes_folder, write_file
-from loopdropout_trainer.settings.field_hints import InnerFields, field_hint
+from loopdropout_trainer.settings.field_hints import InnerFields, check_advice, field_hint, list_fields
 from loopdropout_trainer.settings.field_values import is_optional, option_value, read_value
 from loopdropout_trainer.settings.fields import items_of
 from loopdropout_trainer.settings.help import print_help
@@ -209,10 +209,8 @@ def read_settings(
         if name in unread:
             raise UserError(f"`{name}` is a field of trainings, which has no effect on this script. Remove it.")
     given = {name: value for name, value in override(recipe, changes).items() if name not in unread}
-    first = dataclass_types[0]
-    for name in given.keys() - fields.keys() & getattr(first, "advice", {}).keys():
-        raise UserError(f"`{name}` is not a field of this script. {first.advice[name]}")
-    return _read_values(given, fields, hints, getattr(first, "inner_fields", None))
+    check_advice(given, fields, getattr(dataclass_types[0], "advice", {}))
+    return _read_values(given, fields, hints, getattr(dataclass_types[0], "inner_fields", None))
 
 
 def _find_command(dataclass_types: Sequence[type]) -> str | None:
@@ -271,18 +269,7 @@ def _describe_unknown(
     name: str, value: Any, fields: Collection[str], inner: Mapping[str, InnerFields] | None = None
 ) -> str:
     """Return the end of the message about a field that is not one of `fields`. Other arguments: `field_hint`."""
-    return _name_commands(name, fields) or field_hint(name, fields, value, inner) or _list_fields(fields)
-
-
-def _list_fields(fields: Collection[str]) -> str:
-    """Return the end of the message about an unknown field that resembles none: the fields of a small script, or the help."""
-    if len(fields) > MOST_LISTED:
-        return " `--help` lists the fields."
-    return f" Its fields are {', '.join(f'`{name}`' for name in fields)}."
-
-
-MOST_LISTED = 12
-"""Largest number of fields that the message about an unknown one lists."""
+    return _name_commands(name, fields) or field_hint(name, fields, value, inner) or list_fields(fields)
 
 
 def check_names(settings: Mapping[str, Any], command: str, place: str, of_sweep: Collection[str]) -> None:
