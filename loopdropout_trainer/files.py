@@ -19,7 +19,7 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, Timeout
 
 from loopdropout_trainer import __version__
-from loopdropout_trainer.errors import UNWRITABLE, UserError, closest_match, first_line, short_repr
+from loopdropout_trainer.errors import UNWRITABLE, UserError, closest_match, find_write_error, first_line, short_repr
 
 
 PACKAGE = Path(__file__).parent
@@ -290,6 +290,33 @@ def check_links(folder: str | Path) -> None:
             folders.remove("wandb")  # W&B itself links its logs, and this package writes nothing there
         for name in (*folders, *files):
             check_link(Path(parent, name), root)
+
+
+def find_unwritable(folder: str | Path) -> str | None:
+    """Return the message about an `output_dir` that cannot be made or written to, or None. Nothing is written to find out."""
+    existing = Path(os.path.realpath(folder))
+    while not os.path.exists(existing):  # also False in a folder of another user, whose permissions decide then
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"`output_dir` must be a folder, got {folder}, but {existing} is a file. Set another `output_dir`."
+    if os.access(existing, os.W_OK | os.X_OK):
+        return None
+    return (
+        f"`output_dir` must be a folder that can be written, got {folder}, but {existing} is read-only. Set another "
+        "`output_dir`, or change its permissions."
+    )
+
+
+@contextmanager
+def explain_unwritable(folder: str | Path, continuation: str) -> Iterator[None]:
+    """Raise UserError if `output_dir` cannot be written in the block, as on a full disk, with a sentence how to continue."""
+    try:
+        yield
+    except OSError as error:
+        reason = find_write_error(error)
+        if reason is None:
+            raise
+        raise UserError(f"`output_dir` {folder} cannot be written: {reason}. {continuation}") from error
 
 
 def check_link(path: Path, folder: str | Path) -> None:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from loopdropout_trainer.data import SFTDataArguments
 from loopdropout_trainer.errors import UserError, closest_match, count, join_command, run_script
+from loopdropout_trainer.files import explain_unwritable
 from loopdropout_trainer.jobs.runs import TRAINING_TYPES
 from loopdropout_trainer.results.imported_code import find_other_code
 from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
@@ -49,7 +50,7 @@ from loopdropout_trainer.sweeps.code import (
 )
 from loopdropout_trainer.sweeps.counts import count_by_method
 from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, check_fields, has_benchmarks, make_recipes, read_methods
-from loopdropout_trainer.sweeps.plan import print_commands, print_sweep_plan
+from loopdropout_trainer.sweeps.plan import check_folder, print_commands, print_sweep_plan
 from loopdropout_trainer.sweeps.run_times import RunKind, count_left, find_kind, find_means, means_by_method
 from loopdropout_trainer.sweeps.workers import Workers
 
@@ -391,6 +392,7 @@ def main(argv: list[str] | None = None) -> None:
     if sweep.dry_run:
         print_sweep_plan(sweep, join_command("sweep", *without_option(words, "dry_run")))
         return
+    check_folder(sweep)
     if sweep.accept_changed_imports:
         accepted = accept_other_results(sweep)
         # The standard output of `print_commands` has commands only.
@@ -406,8 +408,9 @@ def main(argv: list[str] | None = None) -> None:
             if sweep.pending():
                 print_sweep_plan(sweep)  # a mistake in the data, which would stop each run, is an error here
                 print(flush=True)
-            sweep.train_all()
-            print_summary(sweep)
+            with explain_unwritable(sweep.output_dir, "Free space there. The same command then continues the sweep."):
+                sweep.train_all()
+                print_summary(sweep)
             sweep.check_failures()
         except KeyboardInterrupt as error:
             error.args = (describe_interruption(sweep.output_dir),)

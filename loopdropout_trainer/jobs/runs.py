@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import find_unwritable
 from loopdropout_trainer.results.imported_code import find_other_code, find_unused_changes
 from loopdropout_trainer.results.recipe_changes import LENGTH, MEASURED, RESUMABLE, UNCOMPARED, find_difference
 from loopdropout_trainer.results.run_files import has_trained, is_finished
@@ -112,7 +113,8 @@ class Run(NamedTuple):
         A dry run shows the plan before this message, and a training ends with it before it changes anything.
         """
         return (
-            self._find_whole_model()
+            find_unwritable(self.args.output_dir)
+            or self._find_whole_model()
             or self.find_other_recipe()
             or self._find_other_code()
             or self._find_damaged_adapter()

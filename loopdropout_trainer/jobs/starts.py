@@ -105,14 +105,15 @@ def describe_gates(training: Training) -> str:
 def _check_saved_adapter(saved: SavedAdapter, training: Training) -> None:
     """Raise UserError if a training cannot start from a saved adapter, because of its rule, its depth or its reference."""
     from loopdropout_trainer.lora import check_kind, check_saved_depth
-    from loopdropout_trainer.training.reference import check_copied
+    from loopdropout_trainer.training.reference import check_copied, find_reference_fix
 
     args = training.args
     kind, depth = saved.find_kind_and_depth()
     if depth is not None and training.depth is not None:
         check_saved_depth(saved.folder, depth, training.depth)
-    if args.reference_fix is not None:
-        check_copied(kind, "default", args.reference_fix)
+    fix = find_reference_fix(args)
+    if fix is not None:
+        check_copied(kind, "default", fix)
     check_kind(kind, args.make_rule())
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from loopdropout_trainer.costs.evaluations import HOW_TO_TIME, add_answers, count_answers
 from loopdropout_trainer.costs.paper import describe_paper_costs
 from loopdropout_trainer.costs.trainings import Training, describe_costs, find_obstacle
-from loopdropout_trainer.errors import count, join_command
+from loopdropout_trainer.errors import UserError, count, join_command
+from loopdropout_trainer.files import find_unwritable
 from loopdropout_trainer.jobs.plan import (
     describe_early_stop,
     describe_length,
@@ -68,6 +69,14 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
     if command is not None:
         print(f"\nNext:\n  {_complete_command(sweep, command)}")
         print(f"  {join_command('report', sweep.output_dir)}   # after the sweep")
+        check_folder(sweep)
+
+
+def check_folder(sweep: Any) -> None:
+    """Raise UserError if the folder of a sweep cannot be written. A dry run ends with it, and a sweep begins with it."""
+    conflict = find_unwritable(sweep.output_dir)
+    if conflict is not None:
+        raise UserError(conflict)
 
 
 def _complete_command(sweep: Any, command: str) -> str:

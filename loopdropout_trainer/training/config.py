@@ -270,11 +270,6 @@ class GateConfig:
         """Seed of the gate and depth draws, which is `seed` unless `gate_seed` is set."""
         return self.seed if self.gate_seed is None else self.gate_seed
 
-    @property
-    def reference_fix(self) -> str | None:
-        """Setting that does without a frozen copy of a given adapter as reference. None: the training has no such copy."""
-        return None
-
     def make_depth_sampler(self) -> FixedDepth:
         """Return the sampler of the depths of training steps. Only supervised fine-tuning has others than the model's own."""
         return FixedDepth()
@@ -424,10 +419,6 @@ class LoopDropoutDPOConfig(GateConfig, DPOConfig):
     trl_class = DPOConfig
     command = "dpo"
 
-    @property
-    def reference_fix(self) -> str:
-        return "Set `ref_model`"
-
     def __post_init__(self):
         super().__post_init__()
         self.check_reference_cache()
@@ -449,12 +440,6 @@ class LoopDropoutGRPOConfig(GateConfig, GRPOConfig):
 
     trl_class = GRPOConfig
     command = "grpo"
-
-    @property
-    def reference_fix(self) -> str | None:
-        if self.beta == 0:
-            return None
-        return "Set `beta` to 0"
 
     def __post_init__(self):
         super().__post_init__()

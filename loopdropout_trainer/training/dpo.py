@@ -14,7 +14,7 @@ from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 from loopdropout_trainer.training.example_counts import warn_of_cut_pairs
 from loopdropout_trainer.training.examples import name_datasets
-from loopdropout_trainer.training.reference import ReferenceMixin, check_reference
+from loopdropout_trainer.training.reference import ReferenceMixin, check_reference, find_reference_fix
 from loopdropout_trainer.training.setup import with_gates
 from loopdropout_trainer.training.sft import GateSamplingMixin
 
@@ -40,7 +40,7 @@ class LoopDropoutDPOTrainer(ReferenceMixin, GateSamplingMixin, DPOTrainer):
         super().before_init(arguments)
         arguments["args"].check_reference_cache()  # the field may have changed since the configuration was made
         if arguments["ref_model"] is None:
-            check_reference(arguments["model"], arguments["args"].reference_fix)
+            check_reference(arguments["model"], find_reference_fix(arguments["args"]))
 
     def after_init(self) -> None:
         super().after_init()

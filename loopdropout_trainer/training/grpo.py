@@ -11,7 +11,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.rewards import REWARDS, find_rewards
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
 from loopdropout_trainer.training.examples import read_first
-from loopdropout_trainer.training.reference import ReferenceMixin, check_reference
+from loopdropout_trainer.training.reference import ReferenceMixin, check_reference, find_reference_fix
 from loopdropout_trainer.training.setup import with_gates
 from loopdropout_trainer.training.sft import GateSamplingMixin
 
@@ -57,7 +57,7 @@ class LoopDropoutGRPOTrainer(ReferenceMixin, GateSamplingMixin, GRPOTrainer):
                 f"`train_dataset` must have the column `answer`, the reference that a reward of this package reads, got the "
                 f"columns {', '.join(example)}. Rename one by `Dataset.rename_column`."
             )
-        fix = arguments["args"].reference_fix
+        fix = find_reference_fix(arguments["args"])
         if fix is not None:
             check_reference(arguments["model"], fix)
 

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from peft import PeftModel
 from transformers import PreTrainedModel
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.lora import GatedLora, find_active_adapter, kind_of
+
+
+if TYPE_CHECKING:
+    from loopdropout_trainer.training.config import GateConfig
+
+
+def find_reference_fix(args: GateConfig) -> str | None:
+    """Return the setting that does without a frozen copy of a given adapter, or None if the training has no such copy."""
+    if args.command == "dpo":
+        return "Set `ref_model`"
+    if args.command == "grpo" and args.beta != 0:
+        return "Set `beta` to 0"
+    return None
 
 
 def check_reference(model: str | PreTrainedModel | PeftModel, fix: str) -> None:

@@ -194,6 +194,21 @@ def test_other_trainers_refuse_several_draws_in_a_plan():
         LoopDropoutDPOConfig("run", precompute_ref_log_probs=True, bf16=False)
 
 
+def test_dry_run_ends_with_a_folder_that_cannot_be_written(plan, tmp_path, monkeypatch):
+    """The training says it before it loads the model. A sweep has the same check, also when it starts."""
+    (tmp_path / "file").write_text("")
+    message = f"must be a folder, got file/run, but {tmp_path}/file is a file. Set another"
+    assert plan(PAIRS, "--output_dir file/run", error=message)[0].startswith("model  ")
+    message = f"must be a folder that can be written, got a/run, but {tmp_path} is read-only. Set another"
+    words = ["--recipe", "quickstart.yaml", "--learning_rates", "1e-4", "--output_dir", "a/run", "--dry_run"]
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root can write everywhere
+    plan(PAIRS, "--output_dir a/run", error=message)
+    for dry_run in ("true", "false"):
+        with user_error(message):
+            load_script("recipes/sweep.py").main([*words, dry_run])
+    assert not (tmp_path / "a").exists()
+
+
 def test_plan_refuses_several_draws_under_deepspeed():
     """Which the trainer refuses by the same function."""
     args = LoopDropoutConfig("run", rule="lora_dropout", bf16=False)

@@ -1506,6 +1506,19 @@ def test_file_system_without_locks_is_named(lab, monkeypatch):
     assert lab.log == []
 
 
+def test_full_disk_ends_a_sweep_in_one_sentence(lab, monkeypatch):
+    def write(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    lab.sweep(script="sft")
+    monkeypatch.setattr("loopdropout_trainer.results.sweep_folder.write_file", write)
+    message = (
+        f"`output_dir` {lab.out} cannot be written: No space left on device. Free space there. The same command then"
+    )
+    with user_error(message):
+        sweep.main([lab.file])
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_sweep_stops_its_training(lab, number, code):
     program = end_sweep(lab, number)
