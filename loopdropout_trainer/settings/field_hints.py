@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, find_mistyped, short_repr
 
 
 USUAL_NAMES = {
@@ -135,10 +135,8 @@ _COMPUTED = {"q": ("p", "Set `p` = 1 - q, the probability that a loop is off.")}
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
 """Present names of fields in recipes of finished runs."""
 
-
-def is_usual_name(name: str) -> bool:
-    """Return whether people type a name by habit instead of a field's."""
-    return name in USUAL_NAMES or name in _COMPUTED
+_OF_MODEL = {"num_loops", "dtype", "attn_implementation", "revision", "quantization_config"}
+"""Fields of recipes, and arguments of a model's loading, that a trainer in Python takes in `model_init_kwargs`."""
 
 
 class InnerFields(NamedTuple):
@@ -200,3 +198,27 @@ def list_fields(fields: Collection[str]) -> str:
 
 MOST_LISTED = 12
 """Largest number of fields that the message about an unknown one lists."""
+
+
+def python_field_hint(name: str, value: Any, fields: Collection[str]) -> str:
+    """Return the end of the message about an unknown field of a configuration in Python.
+
+    It names the argument of the trainer that helps, where a recipe has a field.
+    """
+    meant = USUAL_NAMES.get(name, name)
+    if meant in _OF_MODEL:
+        return f" Set `model_init_kwargs={{{meant!r}: {short_repr(value)}}}`."
+    if meant.startswith("lora_"):
+        return " Give the trainer a `LoraConfig` as `peft_config`."
+    return field_hint(name, fields)
+
+
+def attribute_hint(name: str, value: Any, fields: Collection[str]) -> str | None:
+    """Return the end of the message about an unknown attribute of a configuration that exists, or None.
+
+    None: the name is like no field's, so that it may be an attribute of a library or of the user.
+    """
+    if name in USUAL_NAMES or name in _COMPUTED:
+        return python_field_hint(name, value, fields)
+    meant = find_mistyped(name, fields)
+    return None if meant is None else f" Did you mean {meant!r}?"

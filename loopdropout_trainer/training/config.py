@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -13,11 +13,11 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
-from loopdropout_trainer.errors import UserError, as_path, find_mistyped, hide_secrets, short_repr
+from loopdropout_trainer.errors import UserError, as_path, hide_secrets, short_repr
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
 from loopdropout_trainer.gates.rule import fields_of
-from loopdropout_trainer.settings.field_hints import USUAL_NAMES, field_hint, is_usual_name
+from loopdropout_trainer.settings.field_hints import attribute_hint, python_field_hint
 from loopdropout_trainer.settings.fields import check_fields, check_mappings, option
 from loopdropout_trainer.training.evaluation_fields import check_best_checkpoint, warn_of_unused_steps, word_of
 
@@ -112,7 +112,8 @@ class GateConfig:
             takes_all = inspect.Parameter.VAR_KEYWORD in kinds  # of a user's subclass
             for name in kwargs:
                 if name not in known and not takes_all:
-                    raise UserError(f"`{name}` is not a field of {cls.__name__}.{_hint(name, kwargs[name], known)}")
+                    hint = python_field_hint(name, kwargs[name], known)
+                    raise UserError(f"`{name}` is not a field of {cls.__name__}.{hint}")
             made = super().__new__(cls)
             made.given_names = {*kwargs, *list(known)[1 : len(args) + 1]}  # the first parameter is `self`
             return made
@@ -148,13 +149,10 @@ class GateConfig:
 
         A name that people mistake for a field's raises UserError later too, since it would have no effect.
         """
-        is_made = "_made" in vars(self)
-        if is_made and is_usual_name(name) and not hasattr(self, name):
-            raise UserError(f"`{name}` is not a field of {type(self).__name__}.{_hint(name, value, vars(self))}")
-        if is_made and not hasattr(self, name):
-            meant = find_mistyped(name, vars(self))
-            if meant is not None:
-                raise UserError(f"`{name}` is not a field of {type(self).__name__}. Did you mean {meant!r}?")
+        if "_made" in vars(self) and not hasattr(self, name):
+            hint = attribute_hint(name, value, vars(self))
+            if hint is not None:
+                raise UserError(f"`{name}` is not a field of {type(self).__name__}.{hint}")
         is_field = name in self.__dataclass_fields__
         if is_field and hasattr(value, "tolist"):  # numbers of numpy and torch, which JSON and YAML do not know
             value = value.tolist()
@@ -330,20 +328,6 @@ def _without_token(fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kwargs, dict):
         fields["model_init_kwargs"] = {name: value for name, value in kwargs.items() if name != "token"}
     return fields
-
-
-_OF_MODEL = {"num_loops", "dtype", "attn_implementation", "revision", "quantization_config"}
-"""Fields of recipes, and arguments of a model's loading, that a trainer in Python takes in `model_init_kwargs`."""
-
-
-def _hint(name: str, value: Any, fields: Collection[str]) -> str:
-    """Return the end of the message about an unknown field, which names the field or the argument that helps."""
-    meant = USUAL_NAMES.get(name, name)
-    if meant in _OF_MODEL:
-        return f" Set `model_init_kwargs={{{meant!r}: {short_repr(value)}}}`."
-    if meant.startswith("lora_"):
-        return " Give the trainer a `LoraConfig` as `peft_config`."
-    return field_hint(name, fields)
 
 
 def _with_gate_fields(cls: type[GateConfig]) -> type[GateConfig]:

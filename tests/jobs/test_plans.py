@@ -79,7 +79,7 @@ PAIRS = [{"prompt": f"{number} =", "completion": f" {number}"} for number in ran
     ([chat("user", "assistant")] * 2, "--assistant_only_loss true --chat_template own.jinja", "must write each answer with"),
     (PAIRS, "--max_length 2", "`max_length` must be larger"),
     (PAIRS, "--dataloader_drop_last true --per_device_train_batch_size 32", "`per_device_train_batch_size` must be at most"),
-    (PAIRS, "--train_sampling_strategy batch_rebalance", "`train_sampling_strategy` must be 'random'"),
+    (PAIRS, "--train_sampling_strategy batch_rebalance", "`train_sampling_strategy` must be .*random"),
     (PAIRS, "--rule learned --depth_sampling uniform", "`depth_sampling` must be 'fixed' for the rule 'learned'"),
     (PAIRS, "--p 0.1 0.2", "`p` has 2 values, but the model runs 4 loops"),
     (PAIRS, "--lr_scheduler_type cosine_with_min_lr", "`lr_scheduler_kwargs` must fit .* cosine_with_min_lr, got None"),

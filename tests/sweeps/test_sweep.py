@@ -477,11 +477,11 @@ def test_continued_sweep_has_the_times_of_its_plan(lab, capsys):
     made.save_progress()
     first, *_ = made.pending()
     made = lab.sweep()
-    made.pool._train_unless_locked(first, {})  # it takes about 0 s
+    made.pool._train_unless_locked(first, {})  # it takes a few seconds at most
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.endswith("on development, about 0:25:00 left"), line
+    assert re.search("on development, about 0:25:[0-9]{2} left$", line), line
     sweep.main([lab.file, "--dry_run", "true"])
-    assert "1 of 4 trainings, about 0:25:00 left" in capsys.readouterr().out
+    assert re.search("1 of 4 trainings, about 0:25:[0-9]{2} left", capsys.readouterr().out)
 
 
 def test_lines_of_workers_count_each_training_once(lab, capsys):
