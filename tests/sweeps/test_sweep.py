@@ -1569,8 +1569,8 @@ def _check_documented_columns(rows, results):
     in_file, added = [{*re.findall(r"`(\w+)`(?=.*? \| .* \|$)", text, re.MULTILINE)} for text in lists]
     added -= {"recipe_learning_rate", "recipe_lora_r"}  # which depend on the recipe
     saved = {name for row in rows for name in row}
-    # Only a result in another folder has `adapter`, and only one of a part of a task has `group`.
-    assert in_file == saved | {"adapter", "group"}
+    # Only results of `loopdropout evaluate` have the first three, and only one of a part of a task has `group`.
+    assert in_file == saved | {"adapter", "readout", "limit", "group"}
     assert {"folder", "run", "sweep", "variant", "trained_loops", "code", "checkpoint"} <= added <= {*results}
     assert not added & in_file
 
