@@ -235,19 +235,20 @@ def _describe_missing(folder: str | Path, counts_soon: bool = False) -> str:
     """
     summary = read_summary(folder)
     trainings, finished = summary.get("trainings", {}), summary.get("finished", {})
+    num_removed = sum(_count_removed(folder, method, ended) for method, (ended, _) in trainings.items())
     # The sweep itself decides it. The summary of an older version has the numbers only.
-    if all(finished.get(method, ended == total) for method, (ended, total) in trainings.items()):
+    if not num_removed and all(finished.get(method, ended == total) for method, (ended, total) in trainings.items()):
         return ""
     # A training goes on after a kill of its sweep, and other machines end theirs.
     uncounted = [name for name in _chain(summary, "waiting") if has_trained(Path(folder, name))]
-    num_ended = sum(ended for ended, _ in trainings.values()) + len(uncounted)
+    num_ended = sum(ended for ended, _ in trainings.values()) + len(uncounted) - num_removed
     total = sum(number for _, number in trainings.values())
     missing = ""
     if uncounted and not counts_soon:
         missing = f", with {', '.join(uncounted)}, which the sweep has not counted yet"
     elif num_ended == total:
         missing = ", but measurements are missing"
-    remarks = ""
+    remarks = f" ({count(num_removed, 'folder')} removed since)" if num_removed else ""
     failed = [name for name in _chain(summary, "failed") if name not in uncounted]  # since the last start of the sweep
     if failed:
         remarks += f" (failed: {', '.join(failed)})"
@@ -255,6 +256,11 @@ def _describe_missing(folder: str | Path, counts_soon: bool = False) -> str:
     if other_code:
         remarks += f" (of an earlier `--import` file, and not counted: {', '.join(other_code)})"
     return f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}."
+
+
+def _count_removed(folder: str | Path, method: str, num_ended: int) -> int:
+    """Return how many folders of a method's trainings that have ended are no longer there."""
+    return max(0, num_ended - sum(1 for _ in Path(folder, method).glob(f"lr_*/seed_*/{SETTINGS_FILE}")))
 
 
 def _chain(summary: dict[str, dict[str, Any]], name: str) -> list[str]:

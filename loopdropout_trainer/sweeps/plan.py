@@ -16,6 +16,7 @@ from loopdropout_trainer.jobs.plan import (
     describe_early_stop,
     describe_length,
     describe_measurements,
+    describe_model,
     describe_step,
 )
 from loopdropout_trainer.jobs.starts import describe_gates, make_training, read_start
@@ -109,7 +110,10 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
     if sweep.extend_grid:
         rates += " (and more at the edge of the grid)"
     trainings = count_sweep_examples(examples, _read_trainings(sweep))  # with the numbers of the loaded examples
-    sizes = {method: _describe_size(sweep, training) for method, training in trainings.items()}
+    models, sizes = {}, {}
+    for method, training in trainings.items():
+        models[method] = describe_model(training.model, training.depth)
+        sizes[method] = _describe_size(sweep, training)
     example_lines = {}
     if examples:
         for title, texts in describe_sweep_examples(examples, trainings).items():
@@ -122,6 +126,7 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
     num_ended, total = sweep.count()
     return {
         "trainings": count(total, "training"),
+        "model": _by_method(models),
         "methods": ", ".join(sweep.recipes),
         "learning rates": rates,
         "seeds": _describe_seeds(sweep),

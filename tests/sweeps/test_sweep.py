@@ -432,6 +432,17 @@ def test_time_left_has_the_mean_of_each_method(lab, capsys):
     assert "0:01:40 (lora), 0:05:00 (loop_dropout) for a run that chooses a learning rate\n" in lines
 
 
+def test_progress_leaves_out_removed_runs(lab):
+    """A report says then that the sweep is not finished, and the same command trains them again."""
+    lab.run()
+    assert describe_progress(lab.out) == ""
+    shutil.rmtree(lab.out / "lora/lr_0.02/seed_102")
+    text = f"The sweep in {lab.out} is not finished: 3 of 4 trainings have ended (1 folder removed since). The same"
+    assert describe_progress(lab.out).startswith(text)
+    lab.run()
+    assert describe_progress(lab.out) == ""
+
+
 def test_stopped_measurement_counts_its_training(lab):
     """As after SIGTERM during the evaluation of a run, whose training has ended."""
     made = lab.sweep()
@@ -570,6 +581,7 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
     start, end = out.index("time  "), out.index("choice  ")  # the costs, which other tests read
     assert "H100" in out[start:end] and out[:start] + out[end:] == (
         "8 trainings\n"
+        "model           tiny-ouro, K = 4 loops\n"
         "methods         lora, loop_dropout\n"
         "learning rates  0.01, 0.02, 0.04 (and more at the edge of the grid)\n"
         "seeds           101 with every learning rate, then 102 with the one that is best on development\n"
@@ -918,7 +930,7 @@ def test_failed_run_does_not_end_its_sweep(lab, capsys):
     )
     start = f"\n\nlora/lr_0.01/seed_101 starts (log: {folder}/log.txt)\n"
     assert (
-        out.startswith("8 trainings\nmethods  ")
+        out.startswith("8 trainings\nmodel  ")
         and f"{start}{failure} (0 of 8 trainings have ended)\n" in out
         and out.count("it is broken in") == 1
     )
