@@ -37,9 +37,10 @@ from loopdropout_trainer.results.run_files import DEVELOPMENT, has_trained, is_f
 from loopdropout_trainer.results.sweep_folder import SETTINGS_FILE, SweepRun, describe_interruption, update_summary
 from loopdropout_trainer.results.sweep_scores import NON_FINITE, describe_edge, find_accuracy, name_score, read_score
 from loopdropout_trainer.settings.arguments import ModelArguments, option
+from loopdropout_trainer.settings.command_fields import TRAININGS
 from loopdropout_trainer.settings.field_hints import InnerFields
 from loopdropout_trainer.settings.library_fields import SEED_BOUNDS, unsafe_names
-from loopdropout_trainer.settings.recipe import IMPORTED, TRAININGS, dump_recipe, load_recipe, parse, without_option
+from loopdropout_trainer.settings.recipe import IMPORTED, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.sweeps.code import (
     accept_other_results,
     describe_fix,

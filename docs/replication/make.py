@@ -406,6 +406,7 @@ def make_texts(studies: dict[str, Study], map_rows: pd.DataFrame) -> tuple[dict[
         "depths": evidence.depths_table(),
         "rates": evidence.rates_table(),
         "best epochs": evidence.best_epochs_table(cells),
+        "random accuracy": evidence.random_depth_table(studies["small"]),
     }
     appendix = APPENDIX_TEXT.format(
         number=len(claims),

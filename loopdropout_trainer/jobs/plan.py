@@ -12,6 +12,7 @@ from loopdropout_trainer.costs.trainings import Training, count_steps, describe_
 from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.errors import count, join_command
+from loopdropout_trainer.jobs.plan_settings import describe_depths, describe_other_settings, describe_rule_fields
 from loopdropout_trainer.jobs.runs import Run
 from loopdropout_trainer.jobs.starts import describe_gates
 from loopdropout_trainer.results.run_files import DEVELOPMENT
@@ -41,6 +42,7 @@ def describe_plan(
     args, recipe = runs[0].args, runs[0].recipe
     return {
         "model": describe_model(model, trainings[0].depth),
+        "depth": describe_depths(trainings[0]),
         "trainings": "\n".join(describe_training(run) for run in runs),
         "adapter": describe_adapter(trainings[0], adapter),
         "data": describe_data(recipe),
@@ -48,6 +50,7 @@ def describe_plan(
         "left out": "",
         "gates": describe_all_gates(trainings) if runs[0].script_args.dry_run else "",  # else a training logs it
         "training": describe_settings(args, recipe.get("num_train_examples")),
+        "settings": describe_other_settings(trainings[0]),
         "device": describe_device(runs[0]),
         **describe_costs([(training, 1) for training in trainings], name_trainings(len(runs))),
         "paper": describe_paper_costs([(training, 1) for training in trainings]),
@@ -75,9 +78,8 @@ def describe_model(model: ModelArguments, depth: int | None) -> str:
 
 
 def describe_training(run: Run) -> str:
-    """Return the method of a run, and the folder of its adapter."""
-    probability = "" if run.args.p is None else f" (p = {run.args.p})"
-    return f"{run.title}{probability} in {run.args.output_dir}"
+    """Return the method of a run with the fields of its rule, and the folder of its adapter."""
+    return f"{run.title}{describe_rule_fields(run.args.make_rule())} in {run.args.output_dir}"
 
 
 def describe_adapter(training: Training, adapter: AdapterArguments) -> str:

@@ -10,18 +10,17 @@ which other commands for trainings refuse.
 from __future__ import annotations
 
 import dataclasses
-import runpy
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 
 from loopdropout_trainer.errors import UserError, hide_secrets
 from loopdropout_trainer.files import check_links, file_hint, recipe_hint, recipe_names, recipes_folder, write_file
+from loopdropout_trainer.settings.command_fields import TRAININGS, find_command_fields, find_fields
 from loopdropout_trainer.settings.field_hints import InnerFields, check_advice, field_hint, list_fields
 from loopdropout_trainer.settings.field_values import is_optional, option_value, read_value
 from loopdropout_trainer.settings.fields import items_of
@@ -32,9 +31,6 @@ from loopdropout_trainer.settings.read_yaml import read_yaml_file
 
 IMPORTED: list[str] = []
 """Absolute paths of the files of `--import`."""
-
-TRAININGS = ("sft", "dpo", "grpo")
-"""Commands that train."""
 
 MOST_EXTENDED = 20
 """Largest number of recipes that a recipe builds on."""
@@ -197,7 +193,7 @@ def read_settings(
     path = None
     if argv and not argv[0].startswith("-"):
         path = argv.pop(0)
-    fields, hints = _find_fields(dataclass_types)
+    fields, hints = find_fields(dataclass_types)
     changes = _options(argv, hints, first_words)
     import_files(items_of(changes.pop("import", ())))
     recipe = {}
@@ -219,17 +215,6 @@ def _find_command(dataclass_types: Sequence[type]) -> str | None:
         if hasattr(cls, "command"):
             return cls.command
     return None
-
-
-def _find_fields(dataclass_types: Sequence[type]) -> tuple[dict[str, dataclasses.Field], dict[str, Any]]:
-    """Return the fields of some dataclasses that can be set, and their types, by name."""
-    fields, hints = {}, {}
-    for cls in dataclass_types:
-        types = get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            if field.init:
-                fields[field.name], hints[field.name] = field, types[field.name]
-    return fields, hints
 
 
 def _read_values(
@@ -281,7 +266,7 @@ def check_names(settings: Mapping[str, Any], command: str, place: str, of_sweep:
         place: Where the settings are, for the message, such as "in `settings`".
         of_sweep: Fields of the sweep itself.
     """
-    fields = _find_command_fields(command)
+    fields = find_command_fields(command)
     for name, value in settings.items():
         if name not in fields:
             hint = _describe_unknown(str(name), value, fields)
@@ -290,20 +275,13 @@ def check_names(settings: Mapping[str, Any], command: str, place: str, of_sweep:
             raise UserError(f"`{name}` {place} is not a field of `loopdropout {command}`.{hint}")
 
 
-@cache
-def _find_command_fields(command: str) -> Collection[str]:
-    """Return the names of the fields of a command that trains. Its script is in a folder of scripts, which are no modules."""
-    types = runpy.run_path(str(recipes_folder() / f"{command}.py"))["ARGUMENTS"]
-    return _find_fields(types)[0].keys()
-
-
 def _name_commands(name: str, fields: Collection[str]) -> str:
     """Return a sentence with the other commands of trainings that have a field, or "" if the script is no training."""
     if "learning_rate" not in fields:  # which all trainings have, and nothing else
         return ""
     commands = []
     for command in TRAININGS:
-        if name in _find_command_fields(command):
+        if name in find_command_fields(command):
             commands.append(f"`loopdropout {command}`")
     return f" It is a field of {' and '.join(commands)}." if commands else ""
 
@@ -403,7 +381,7 @@ def build_part(dataclass_types: Sequence[type], recipe: Mapping[str, Any]) -> tu
     Raises:
         UserError: As in `build`, and for a wrong or missing value.
     """
-    fields, hints = _find_fields(dataclass_types)
+    fields, hints = find_fields(dataclass_types)
     given = {name: value for name, value in recipe.items() if name in fields}
     return build(dataclass_types, _read_values(given, fields, hints))
 

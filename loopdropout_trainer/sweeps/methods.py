@@ -10,7 +10,8 @@ from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, names_of
-from loopdropout_trainer.settings.recipe import TRAININGS, check_names, load_recipe, override
+from loopdropout_trainer.settings.command_fields import TRAININGS
+from loopdropout_trainer.settings.recipe import check_names, load_recipe, override
 
 
 SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}

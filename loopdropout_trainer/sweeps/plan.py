@@ -12,6 +12,7 @@ from loopdropout_trainer.costs.paper import describe_paper_costs
 from loopdropout_trainer.costs.trainings import Training, describe_costs, find_obstacle
 from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.files import find_unwritable
+from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.jobs.plan import (
     describe_early_stop,
     describe_length,
@@ -19,6 +20,7 @@ from loopdropout_trainer.jobs.plan import (
     describe_model,
     describe_step,
 )
+from loopdropout_trainer.jobs.plan_settings import describe_depths, describe_other_settings, describe_rule_fields
 from loopdropout_trainer.jobs.starts import describe_gates, make_training, read_start
 from loopdropout_trainer.jobs.training_data import (
     CONFIGS,
@@ -128,10 +130,13 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
         "trainings": count(total, "training"),
         "model": _by_method(models),
         "methods": ", ".join(sweep.recipes),
+        "rules": _by_method({method: _describe_rule(method, training) for method, training in trainings.items()}),
         "learning rates": rates,
         "seeds": _describe_seeds(sweep),
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
         "each training": _by_method(sizes),
+        "depth": _by_method({method: describe_depths(training) for method, training in trainings.items()}),
+        "settings": _by_method({method: describe_other_settings(training) for method, training in trainings.items()}),
         "gates": _by_method({method: describe_gates(training) for method, training in trainings.items()}),
         **example_lines,
         **costs,
@@ -216,6 +221,14 @@ def _by_method(texts: Mapping[str, str]) -> str:
     if len(methods) == 1:
         return next(iter(methods))
     return "\n".join(f"{', '.join(names)}: {text}" for text, names in methods.items() if text)
+
+
+def _describe_rule(method: str, training: Training) -> str:
+    """Return the rule of a method with its fields, or "" if the name of the method says all of it."""
+    rule = training.args.make_rule()
+    if method == rule.name and rule == make_rule(rule.name):
+        return ""
+    return f"{rule.name}{describe_rule_fields(rule)}"
 
 
 def _describe_size(sweep: Any, training: Training) -> str:

@@ -110,8 +110,19 @@ def test_plan_has_each_number_once_after_loading(plan):
     lines = plan([*PAIRS, *PAIRS], "--num_eval_examples 2 --num_train_epochs 2", "--compare_with lora --bf16 true")
     titles = [line[:12].strip() for line in lines]
     titles = [title for title in titles if title]
-    first = ["model", "trainings", "adapter", "data", "examples", "left out", "training", "device", "tokens", "time"]
-    assert titles[: len(first)] == first and len({*titles}) == len(titles)
+    first = [
+        "model",
+        "trainings",
+        "adapter",
+        "data",
+        "examples",
+        "left out",
+        "training",
+        "settings",
+        "device",
+        "tokens",
+    ]
+    assert titles[: len(first) + 1] == [*first, "time"] and len({*titles}) == len(titles)
     text = "\n".join(lines)
     tokens = r"\ntokens      about [\d,]+ in each training, [\d,]+ in 2 trainings"
     assert re.search(rf"{tokens}\ntime        about 0.1 hours of one \w+, without", text)
@@ -256,3 +267,23 @@ def test_plan_counts_the_problems_of_own_benchmarks(plan):
     assert "evaluate mine (3 problems)\n" in lines and "at most 3 problems and 768 generated tokens" in lines
     lines = "\n".join(plan(PAIRS, *words[:1], own.replace("problems", "missing")))
     assert "evaluate mine, at most 500 problems each\n" in lines and "at most 500 problems and 128,000" in lines
+
+
+def test_plan_has_every_setting_that_changes_the_training(plan):
+    """Random depths in a sentence, others as in a recipe. Those at their defaults, or with another line, are left out."""
+    depth = '--depth_sampling uniform --depth_sampling_args {"low":2,"high":6} --rule exactly_m'
+    chosen = (
+        "--packing true --lr_scheduler_type cosine --weight_decay 0.1 --gate_seed 4 --lora_dropout 0.0 --bf16 false"
+    )
+    lines = plan(PAIRS, depth, chosen, "--logging_steps 5 --learning_rate 1e-3 --max_length 64")
+    fields = "depth_sampling: uniform, depth_sampling_args: {low: 2, high: 6}"
+    assert f"depth       each step runs 2 to 6 loops, drawn at random ({fields})" in lines
+    assert "trainings   Exactly m loops (m = 2) in run" in lines
+    settings = "packing: true, lr_scheduler_type: cosine, weight_decay: 0.1, gate_seed: 4, max_length: 64"
+    assert [line for line in lines if line.startswith("settings")] == [
+        f"settings    chat_template: tulu2, bf16: false, {settings}"
+    ]
+    lines = plan(PAIRS, "--depth_sampling poisson --bf16 true --target_prefix", "x" * 70)
+    assert "            time and memory are computed for 4 loops. The deepest step needs the most memory" in lines
+    assert f"settings    chat_template: tulu2, target_prefix: {'x' * 60}..." in lines
+    assert not any(line.startswith("depth") for line in plan(PAIRS, "--depth_sampling fixed"))

@@ -600,6 +600,21 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
     )
 
 
+def test_plan_of_a_sweep_has_the_settings_of_each_method(lab, capsys):
+    """The name of a method does not say them, unless it is the rule's with its own fields."""
+    deep = {"rule": "lora", "depth_sampling": "uniform"}
+    two, fast = {"rule": "exactly_m", "rule_args": {"m": 2}}, {"rule": "lora", "loraplus_lr_ratio": 4}
+    lab.sweep(methods=[{"lora": "lora", "two": two, "deep": deep, "fast": fast}], settings={"weight_decay": 0.1})
+    sweep.main([lab.file, "--dry_run", "true"])
+    out = capsys.readouterr().out
+    assert "\nrules           two: exactly_m (m = 2)\n                deep, fast: lora\nlearning rates " in out
+    assert "\ndepth           deep: each step runs 1 to 4 loops, drawn at random (depth_sampling: uniform)\n" in out
+    assert (
+        "\nsettings        lora, two, deep: weight_decay: 0.1\n" in out
+        and "\n                fast: weight_decay: 0.1, loraplus_lr_ratio: 4\n" in out
+    )
+
+
 def test_sweep_checks_the_data_once_before_its_first_run(lab, capsys):
     """By the code of a training. Methods with the same data have one line."""
     path = lab.folder / "chats.jsonl"
