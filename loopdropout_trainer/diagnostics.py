@@ -161,7 +161,10 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
         `depth_loss` and `depth_token_accuracy` with `num_loops` of each depth.
     """
     num_loops = find_looped_model(model).num_loops
-    depths = depths or range(1, 2 * num_loops + 1)
+    if depths is None:
+        depths = range(1, 2 * num_loops + 1)
+    if not isinstance(depths, Sequence) or isinstance(depths, str) or not depths:
+        raise UserError(f"`depths` must be a list of numbers of loops, such as [2, 4], got {short_repr(depths)}.")
     for depth in depths:
         check_num_loops(depth, "depths")
     if isinstance(model, PeftModel) and kind_of(model, model.active_adapters[0]).one_depth:

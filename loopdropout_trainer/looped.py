@@ -9,6 +9,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -188,7 +189,11 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
     if isinstance(model, LoopedModelMixin):  # also a description, which is not a module
         return model
     if not isinstance(model, nn.Module):
-        hint = " Pass its `model`." if isinstance(getattr(model, "model", None), nn.Module) else ""  # of a trainer
+        hint = ""
+        if isinstance(getattr(model, "model", None), nn.Module):  # of a trainer
+            hint = " Pass its `model`."
+        elif isinstance(model, str | Path):
+            hint = f" Load it by `load_model({str(model)!r})`."
         raise NotLoopedError(
             f"`model` must be a looped model, as `load_model` loads it, got {short_repr(model)}.{hint}"
         )

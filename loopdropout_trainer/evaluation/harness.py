@@ -70,7 +70,8 @@ def evaluate_tasks(
         UserError: if a task does not exist, its data cannot be loaded, or its programs cannot be contained.
     """
     if not isinstance(lm, LoopedLM):
-        raise UserError(f"`lm` must be a `LoopedLM`, got {short_repr(lm)}. Give `LoopedLM(model, tokenizer)`.")
+        given = f"{str(lm)!r}" if isinstance(lm, str | Path) else "model, tokenizer"
+        raise UserError(f"`lm` must be a `LoopedLM`, got {short_repr(lm)}. Give `LoopedLM({given})`.")
     if isinstance(tasks, str):
         raise UserError(f"`tasks` must be a list, got {tasks!r}. Did you mean [{tasks!r}]?")
     is_number = isinstance(limit, int) and not isinstance(limit, bool)

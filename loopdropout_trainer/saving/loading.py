@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, first_line, short_repr
+from loopdropout_trainer.errors import UserError, find_mistyped, first_line, short_repr
 from loopdropout_trainer.files import TINY_OURO_PATH, write_file
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, check_num_loops
 from loopdropout_trainer.lora import adapted_layers, add_gates, attach_adapter, check_peft_config, remove_gates
@@ -76,6 +76,20 @@ def load_model(
     )
 
 
+_QUANTIZATIONS = ("load_in_4bit", "load_in_8bit")
+_KEYWORDS = (
+    "num_loops",
+    "dtype",
+    "attn_implementation",
+    "revision",
+    "device",
+    "device_map",
+    "adapter",
+    "quantization_config",
+)
+"""Arguments of `load_model` and of transformers that people mistype."""
+
+
 def _check_placement(dtype: Any, device: Any) -> None:
     """Raise UserError for a data type or a device that torch does not have, before the weights are read."""
     is_known = isinstance(dtype, torch.dtype) or dtype in ("auto", None)
@@ -100,8 +114,15 @@ def explain_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
         unknown = [name for name in keywords if f"unexpected keyword argument {name!r}" in str(error)]
         if not unknown:
             raise
+        hint = ""
+        if unknown[0] in _QUANTIZATIONS:
+            hint = f" Give `quantization_config=BitsAndBytesConfig({unknown[0]}=True)` of transformers."
+        else:
+            meant = find_mistyped(unknown[0], _KEYWORDS)
+            if meant is not None:
+                hint = f" Did you mean {meant!r}?"
         raise UserError(
-            f"`{unknown[0]}` is not an argument of `from_pretrained`, nor a field of the model's configuration."
+            f"`{unknown[0]}` is not an argument of `from_pretrained`, nor a field of the model's configuration.{hint}"
         ) from None
 
 

@@ -38,7 +38,8 @@ from loopdropout_trainer import (
     use_gates,
 )
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.diagnostics import label_batches, score
+from loopdropout_trainer.diagnostics import depth_matrix, label_batches, score
+from loopdropout_trainer.evaluation import evaluate_tasks
 from loopdropout_trainer.gate_state import GatedBatch
 from loopdropout_trainer.gates import RULES, ExactlyM, GateRule, make_rule
 from loopdropout_trainer.lora import adapted_layers
@@ -879,6 +880,23 @@ MISTAKES = {
     "load dtype": (lambda: load_model("tiny-ouro", dtype="float99"), "`dtype` must be auto, .* got 'float99'"),
     "load device": (lambda: load_model("tiny-ouro", device="gpu"), "`device` must be a device .* got 'gpu'"),
     "load keyword": (lambda: load_model("tiny-ouro", foo=3), "`foo` is not an argument of `from_pretrained`"),
+    "load mistyped keyword": (lambda: load_model("tiny-ouro", num_loop=3), "nor a field .* Did you mean 'num_loops'"),
+    "load 4 bit": (
+        lambda: load_model("tiny-ouro", load_in_4bit=True),
+        r"Give `quantization_config=BitsAndBytesConfig.load_in_4bit=True.` of transformers",
+    ),
+    "name of a model": (
+        lambda: loop_dropout("tiny-ouro"),
+        r"must be a looped model, .* Load it by `load_model.'tiny-ouro'.`",
+    ),
+    "depths": (
+        lambda: depth_matrix(BASE, [], 3),
+        r"`depths` must be a list of numbers of loops, such as \[2, 4\], got 3",
+    ),
+    "tasks of a name": (
+        lambda: evaluate_tasks("tiny-ouro", ["gsm8k"]),
+        r"got 'tiny-ouro'. Give `LoopedLM.'tiny-ouro'.`",
+    ),
     "load adapter": (lambda: load_adapter(BASE, 5), "`adapter` must be a path, got 5"),
     "rule": (lambda: register_rule(5), "`register_rule` takes a subclass of `GateRule`, got 5"),
     "looped": (lambda: register_looped(BASE, BASE), "`model_class` must be a class of .* got OuroFor"),
