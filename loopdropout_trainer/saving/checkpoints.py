@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from loopdropout_trainer.errors import UserError, count
+from loopdropout_trainer.errors import UserError, count, short_repr
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, read_json_object
 from loopdropout_trainer.saving.integrity import find_damage
 
@@ -220,13 +221,21 @@ def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoi
         return None
     if asks_for_newest(name):
         return newest_checkpoint(output_dir)
-    if fault := find_fault(Path(name)):
-        newest = newest_checkpoint(Path(name).parent)
+    if not isinstance(name, str | os.PathLike):  # such as the number of a step
         raise UserError(
-            f"`resume_from_checkpoint` must be true or the folder of a complete checkpoint, but {name} {fault}."
-            + (f" The newest complete checkpoint is {newest}." if newest else "")
+            f"`resume_from_checkpoint` must be true or the folder of a checkpoint, got {short_repr(name)}."
         )
-    return Checkpoint(name)
+    fault = find_fault(Path(name))
+    if fault is None:
+        return Checkpoint(name)
+    run = Path(name).parent
+    if list_checkpoints(name):
+        fault, run = "is the folder of a run", Path(name)
+    newest = newest_checkpoint(run)
+    hint = f" The newest complete checkpoint is {newest}." if newest else ""
+    raise UserError(
+        f"`resume_from_checkpoint` must be true or the folder of a complete checkpoint, but {name} {fault}.{hint}"
+    )
 
 
 def find_shortening(checkpoint: Checkpoint, args: TrainingArguments) -> str | None:

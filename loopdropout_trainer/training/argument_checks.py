@@ -11,6 +11,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.files import find_unwritable
 from loopdropout_trainer.looped import check_not_compiled
 from loopdropout_trainer.settings.field_hints import USUAL_NAMES
 from loopdropout_trainer.tokenizers import check_tokenizer
@@ -85,6 +86,13 @@ def _check_optimizers(optimizers: Any) -> None:
             f"`optimizers` must be a pair of an optimizer and its schedule, such as `(optimizer, None)`, got "
             f"{short_repr(optimizers)}."
         )
+
+
+def check_output(args: TrainingArguments) -> None:
+    """Raise UserError if the output folder cannot be made or written to, before anything is loaded."""
+    problem = find_unwritable(args.output_dir)
+    if args.should_save and problem is not None:
+        raise UserError(problem)
 
 
 def check_trackers(names: list[str]) -> None:

@@ -36,7 +36,7 @@ from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import check_end_token, check_token, load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.adapter_files import AdapterFilesMixin
 from loopdropout_trainer.training.adapter_pushes import AdapterPushMixin
-from loopdropout_trainer.training.argument_checks import check_kinds, check_names, check_trackers
+from loopdropout_trainer.training.argument_checks import check_kinds, check_names, check_output, check_trackers
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import (
@@ -184,6 +184,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         args = self.config_class.from_trl(arguments["args"], model)
         check_devices(args)
         check_trackers(args.report_to)
+        check_output(args)
         reset_accelerator(args)
         allow_another_deepspeed_trainer(args)
         model = model_path(model)

@@ -145,6 +145,13 @@ def test_wrong_fields_raise(config, fields, message):
         config(**fields)
 
 
+def test_output_folder_that_is_a_file_raises(make_sft, tmp_path):
+    (tmp_path / "run").write_text("x")
+    for folder in (tmp_path / "run", tmp_path / "run" / "lora"):
+        with user_error(f"`output_dir` must be a folder, got {folder}, but {tmp_path / 'run'} is a file"):
+            make_sft(output_dir=str(folder))
+
+
 def test_steps_without_evaluation_are_named(config, log):
     config(eval_steps=7)
     text = "`eval_steps` has no effect, because `eval_strategy` is no. Set it to steps to evaluate every 7 steps."

@@ -128,6 +128,12 @@ def test_continued_training_says_so(train, make_sft, capsys):
     make_sft(max_steps=4, **fields).train(resume_from_checkpoint=True)
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert "continues to train an adapter of" in first and second == "Continuing from checkpoint-2 of 4"
+    again = make_sft(max_steps=4, **fields)
+    folder = again.args.output_dir
+    with user_error(f"but {folder} is the folder of a run. The newest complete checkpoint is {folder}/checkpoint-4"):
+        again.train(resume_from_checkpoint=folder)
+    with user_error("`resume_from_checkpoint` must be true or the folder of a checkpoint, got 4"):
+        again.train(resume_from_checkpoint=4)
 
 
 FIRST_LINES = [
