@@ -58,6 +58,7 @@ def check_columns(
     wanted = [missing] if missing else formats
     surplus, own_columns = _find_surplus_fields(columns, formats, mapping, template_fields, names)
     is_mistyped = any(closest_match(name, names) for name in missing)
+    list_of_rows = _find_list_of_rows(rows)
     if surplus and not is_mistyped:
         # The fields are often those of other data, in a recipe that this one extends.
         fields = " and ".join(f"`{field}`" for field in surplus)
@@ -67,6 +68,8 @@ def check_columns(
     elif mapping and {*names}.issuperset(mapping):  # of old names to new ones, as `datasets.rename_columns` takes it
         reverse = ", ".join(f"{column}: {name}" for name, column in mapping.items())
         fix = f"The mapping is reversed. Write `column_mapping: {{{reverse}}}`."
+    elif list_of_rows is not None:
+        fix = f"Its rows are in the list `{list_of_rows}` of one object. Write its items as lines of a .jsonl file."
     else:
         guess = {}
         if not mapping and len(rows):
@@ -76,6 +79,17 @@ def check_columns(
     typed = {field: f"`prompt_template` asks for `{field}`." for field in template_fields}
     typed |= {column: f"`column_mapping` takes `{column}` as `{name}`." for name, column in mapping.items()}
     raise wrong_columns(f"The data of {data}", wanted, names, fix, typed)
+
+
+def _find_list_of_rows(rows: Dataset) -> str | None:
+    """Return the column of data with a single row that has a list of objects, which are not turns, or None."""
+    if len(rows) != 1:
+        return None
+    for name, value in rows[0].items():
+        is_list = isinstance(value, list) and len(value) > 0 and isinstance(value[0], dict)
+        if is_list and not {"role", "from"} & {*value[0]}:
+            return name
+    return None
 
 
 def _explain_fields(guess: Mapping[str, str], is_mixture: bool) -> str:

@@ -17,6 +17,7 @@ from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.data.csv_files import check_cells, csv_options
 from loopdropout_trainer.data.formats import enumerate_columns
+from loopdropout_trainer.data.mixed_types import warn_of_mixed_types
 from loopdropout_trainer.data.sources import DataSource, file_kind
 from loopdropout_trainer.errors import UserError, hint_at_login, short_repr
 from loopdropout_trainer.files import file_hint
@@ -46,6 +47,8 @@ def load_rows(source: DataSource) -> Dataset:
         raise
     except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one from an empty JSON file
         raise _explain_load_error(source, files, error) from None
+    if files:
+        warn_of_mixed_types(rows, str(source))
     if source.columns is None:
         return rows
     missing = {*source.columns} - {*rows.column_names}
@@ -66,6 +69,17 @@ def _explain_load_error(source: DataSource, files: Sequence[str], error: Excepti
     reason = str(error.__cause__ or error)
     if not reason:
         return UserError(f"{source} is empty.")
+    unknown = [file for file in files if file_kind(file) is None]
+    if unknown:
+        return UserError(
+            f"{source} cannot be loaded as JSON ({reason}). Give the file an ending that names its kind: .jsonl, .json, .csv "
+            f"(also for tabs between the cells) or .parquet, got {unknown[0]}."
+        )
+    if "load_from_disk" in reason:
+        return UserError(
+            f"{source} must be a folder of files such as .jsonl or .parquet, got one of `save_to_disk`. Write a file in "
+            f"Python by `datasets.load_from_disk({source.path!r}).to_json('rows.jsonl')`, and set `train_files`."
+        )
     return UserError(f"{source} cannot be loaded: {reason}{hint_at_login(error)}")
 
 

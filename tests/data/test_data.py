@@ -26,8 +26,9 @@ from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer import data as own_data
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview, tokenize
-from loopdropout_trainer.data.files import read_files
+from loopdropout_trainer.data.files import load_rows, read_files
 from loopdropout_trainer.data.formats import check_contents, check_turns
+from loopdropout_trainer.data.sources import DataSource
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import load_tokenizer, set_chat_template
 
@@ -390,6 +391,39 @@ def test_files_with_both_spellings_of_turns(tmp_path, bytes_tokenizer):
         for file in (path, str(tmp_path / "rows.parquet")):
             data = load_datasets(DataArguments(train_files=[file]), bytes_tokenizer)["train"]
             assert data[:]["messages"] == [turns] * len(chats)
+
+
+@pytest.mark.parametrize(("lines", "path"), [
+    (['{"prompt": "a", "completion": "1.50"}', '{"prompt": "b", "completion": 7}'], "completion"),
+    (['{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": 7}]}'], "messages.content"),
+    (['{"prompt": "a", "completion": "1.50"}', '{"prompt": "b", "completion": null}'], None),
+])  # fmt: skip
+def test_texts_next_to_numbers_are_named(tokenizer, tmp_path, log, lines, path):
+    """`datasets` reads a text such as "1.50" as a number if another row has a number."""
+    file = tmp_path / f"{path}.jsonl"
+    file.write_text("\n".join([*lines, *lines]))
+    load_rows(DataSource("json", data_files=[str(file)]))
+    said = f"`{path}` of {file} has texts and other values, such as numbers."
+    assert (said in log.text) == (path is not None) and ("in quotes" in log.text) == (path is not None)
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("rows.tsv", "prompt\tcompletion\na\tb\n", "as JSON .* Give the file an ending that names its kind: .*rows.tsv"),
+    ("rows.json", '{"data": [{"prompt": "a", "completion": "b"}]}', "Its rows are in the list `data` of one object"),
+])  # fmt: skip
+def test_file_of_another_shape_names_the_fix(bytes_tokenizer, tmp_path, name, content, message):
+    file = tmp_path / name
+    file.write_text(content)
+    with user_error(message):
+        load_datasets(DataArguments(train_files=[str(file)]), bytes_tokenizer)
+
+
+def test_saved_dataset_names_the_fix(bytes_tokenizer, tmp_path):
+    Dataset.from_list([PAIR]).save_to_disk(tmp_path / "saved")
+    with user_error(
+        r"must be a folder of files .* `datasets.load_from_disk\(.*\).to_json\('rows.jsonl'\)`, and set `train_files`"
+    ):
+        load_datasets(DataArguments(dataset_name=str(tmp_path / "saved")), bytes_tokenizer)
 
 
 @pytest.mark.parametrize("number", [24, 400])
