@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os.path
+import shlex
 import sys
 from collections.abc import Collection, Sequence
 from enum import Enum
@@ -109,7 +110,7 @@ def option_value(name: str, words: Sequence[str], hint: Any, first_words: str) -
     if len(words) > 1 and not is_list:
         _check_single(name, words, hint)
         raise UserError(
-            f"`{name}` must have one value, got {' '.join(words)}. Words without `--field` must come first, {first_words}."
+            f"`{name}` must have one value, got {shlex.join(words)}. Words without `--field` must come first, {first_words}."
         )
     is_text = str in types or str in single_types(item_type)
     is_missing = not words and not is_list

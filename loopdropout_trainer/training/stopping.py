@@ -65,6 +65,7 @@ class StopCallback(TrainerCallback):
     """
 
     received = 0
+    _is_kept = False  # whether `save_total_limit` is suspended, so that the checkpoint of a stop stays
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
@@ -121,6 +122,18 @@ class StopCallback(TrainerCallback):
         control.should_log |= control.should_save or control.should_evaluate or control.should_training_stop
 
     on_epoch_end = on_step_end
+
+    def on_save(self, args, state, control, **kwargs):
+        # With a limit of 1 and a best checkpoint, transformers deletes every other one at the end, also that of a stop.
+        is_stopped = self.received and state.global_step < state.max_steps
+        if is_stopped and args.save_total_limit == 1 and state.best_model_checkpoint is not None:
+            args.save_total_limit = None
+            self._is_kept = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._is_kept:
+            args.save_total_limit = 1
+            self._is_kept = False
 
     def raise_if_stopped(self, args: TrainingArguments, state: TrainerState, resuming: str) -> None:
         """Raise TrainingInterrupted after a training that a signal stopped before its last step.

@@ -272,8 +272,8 @@ def test_import_adds_a_preparation(write, monkeypatch):
         (["nofile.yaml"], "nofile.yaml does not exist. `loopdropout recipes` lists the recipes of the package."),
         (["--name", "x", "--sede", "1"], "`sede` is not a field of this script. Did you mean 'seed'?"),
         (
-            ["--name", "x", "y"],
-            "`name` must have one value, got x y. Words without `--field` must come first, [RECIPE.yaml].",
+            ["--name", "x", "y z"],
+            "`name` must have one value, got x 'y z'. Words without `--field` must come first, [RECIPE.yaml].",
         ),
         ("", "must be a mapping"),
         ("seed: [1\n", "is not readable: while parsing"),

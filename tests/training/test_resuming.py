@@ -148,6 +148,23 @@ def test_signal_stops_with_a_checkpoint(make_trainer, stop):
     assert_same_weights(resumed, straight)
 
 
+def test_stop_keeps_its_checkpoint_next_to_the_best_one(make_trainer):
+    """With `save_total_limit: 1`, transformers would keep the best one alone, and lose the steps since."""
+
+    class Interrupted(Recorder):
+        def compute_loss(self, *args, **kwargs):
+            if self.model.training and self.state.global_step == 2:
+                signal.raise_signal(signal.SIGTERM)
+            return super().compute_loss(*args, **kwargs)
+
+    fields = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(cls=Interrupted, load_best_model_at_end=True, save_total_limit=1, **fields)
+    with pytest.raises(TrainingInterrupted, match="after step 3 of 6"):
+        trainer.train()
+    names = {Path(checkpoint).name for checkpoint in list_checkpoints(trainer.args.output_dir)}
+    assert names == {"checkpoint-2", "checkpoint-3"} and trainer.args.save_total_limit == 1
+
+
 def test_stop_without_a_full_checkpoint_promises_nothing(make_trainer):
     class Interrupted(Recorder):
         def compute_loss(self, *args, **kwargs):
