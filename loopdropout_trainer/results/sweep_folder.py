@@ -268,11 +268,20 @@ def _chain(summary: dict[str, dict[str, Any]], name: str) -> list[str]:
     return [*chain.from_iterable(summary.get(name, {}).values())]
 
 
+def _describe_others(folder: str | Path) -> str:
+    """Return a sentence about the runs of other processes, with a space behind it, after those of a sweep have ended."""
+    num_running = sum(is_running(run) for run in list_runs(folder))
+    if not num_running:
+        return ""
+    return f"Other processes go on: {describe_running(num_running)}. "
+
+
 def describe_interruption(folder: str | Path) -> str:
     """Return a sentence about a sweep that a signal has stopped: how far it is, or that all of its runs are finished."""
     progress = _describe_missing(folder)
     if progress:
-        return f"{progress} {_describe_continuation(folder)}"
+        running = _describe_others(folder)
+        return f"{progress} {running}{_describe_continuation(folder)}"
     if not read_summary(folder).get("trainings"):  # it was stopped before its first line
         return "interrupted."
     command = join_command("report", folder)

@@ -38,7 +38,13 @@ from loopdropout_trainer.reports.final_results import describe_left_out_runs, fi
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.results.imported_code import accept_other_code, describe_imports, digest_imports
 from loopdropout_trainer.results.run_files import read_run, write_results
-from loopdropout_trainer.results.sweep_folder import SweepRun, describe_choices, describe_progress, read_summary
+from loopdropout_trainer.results.sweep_folder import (
+    SweepRun,
+    describe_choices,
+    describe_interruption,
+    describe_progress,
+    read_summary,
+)
 from loopdropout_trainer.results.sweep_scores import read_score
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.recipe import dump_recipe, import_files, load_recipe, parse
@@ -1480,9 +1486,12 @@ def test_progress_counts_a_training_that_ended_after_its_sweep(lab):
     assert text in describe_progress(lab.out)
     with lock_folder(made.folder(run)):  # another process trains or measures it
         text = describe_progress(lab.out)
+        stop = describe_interruption(lab.out)
     assert text.endswith(
         "3 of 4 trainings have ended. The sweep is running: 1 run is being trained or measured now."
     ), text
+    running = "Other processes go on: 1 run is being trained or measured now. The same `loopdropout sweep`"
+    assert running in stop and "Other" not in describe_interruption(lab.out)
     lab.run()
     assert describe_progress(lab.out) == ""
 
