@@ -84,6 +84,7 @@ class DiagnoseArguments(TaskArguments, DepthArguments):
     """The adapters, the diagnostics and the examples."""
 
     first_words = "[RECIPE.yaml] [ADAPTER ...]"
+    advice = dict.fromkeys(("benchmark_limit", "limit", "max_samples"), "Did you mean 'num_examples'?")
 
     adapters: list[str] = option([], "Folders or Hub names (`user/name@branch`) of adapters and models.")
     diagnostics: list[str] = option([*DIAGNOSTICS[:3]], "Diagnostics to run.", choices=DIAGNOSTICS)
@@ -231,7 +232,7 @@ FACTS_FILE = "diagnosed.json"
 
 def find_sweep(argv: list[str]) -> Path | None:
     """Return the folder of the sweep that the first word of a command line names, or None."""
-    if not argv or argv[0].startswith("-") or argv[0].endswith((".yaml", ".yml")):
+    if not argv or argv[0].startswith("-") or argv[0].endswith((".yaml", ".yml")) or argv[0] == "none":
         return None
     source = find_source(argv[0], accept=ALL_KINDS)
     return source.folder if source.kind == "sweep" else None
@@ -326,7 +327,11 @@ def key_of_model(
 
 
 def find_sources(names: list[str], model_args: SourceArguments) -> list[Source]:
-    """Return the base model of the first adapter, and the named adapters and models."""
+    """Return the base model of the first adapter, and the named adapters and models.
+
+    The base model is always measured, so its name `none`, as in `evaluate`, adds nothing.
+    """
+    names = [name for name in names if name != "none"]
     base, revision = model_args.model_name_or_path, model_args.model_revision
     named = []
     for source in map(find_source, names):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -278,7 +278,9 @@ def find_sources(args: EvaluationArguments, model_args: SourceArguments) -> dict
             source = named[name]
             sources[name] = source.with_base(base, revision) if source.is_adapter else source
         elif base is not None:
-            sources[name] = find_source(base, revision=revision)
+            source = find_source(base, revision=revision)
+            dtypes = [adapter.dtype for adapter in adapters if adapter.dtype]
+            sources[name] = replace(source, dtype=source.dtype or next(iter(dtypes), None))  # as `find_base`
         elif adapters:
             sources[name] = find_base(adapters[0].with_base(None, revision))
         else:

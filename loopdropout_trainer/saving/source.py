@@ -115,6 +115,8 @@ def find_source_of(name: str | Path, adapter: str | Path | None = None, revision
 def find_base(source: Source) -> Source:
     """Return the source of the base model of an adapter, or of a model itself.
 
+    It is loaded with the data type of the adapter's training, so that both are measured alike.
+
     Raises:
         UserError: If the base model is not there, which says where its name comes from, or if it is not a model.
     """
@@ -126,7 +128,8 @@ def find_base(source: Source) -> Source:
         f"or give the base model, {option}."
     )
     check_name(source.base, lambda: hint)
-    return find_source(source.base, revision=source.revision, accept=MODELS)
+    base = find_source(source.base, revision=source.revision, accept=MODELS)
+    return replace(base, dtype=source.dtype or base.dtype)
 
 
 def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:

@@ -226,6 +226,24 @@ def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsy
     assert diagnose(saved, tmp_path) == rows  # the same results again replace the old ones
 
 
+def test_base_model_has_the_data_type_of_its_adapter(saved, tmp_path):
+    """Also without a recipe. Its loss is then that of the adapter at gates of 0. `none` names it, as in `evaluate`."""
+    run = shutil.copytree(saved / "lora", tmp_path / "run")
+    config = json.loads((run / "adapter_config.json").read_text())
+    (run / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(saved / "base")}))
+    words = [run, "none", "--output_dir", tmp_path / "out", "--diagnostics", "single_loop", "readouts"]
+    load_script("recipes/diagnose.py").main([*map(str, words)])
+    rows = read_results(tmp_path / "out")
+    (frozen,) = values(rows, "loss", gates="none")
+    (readout,) = values(rows, "readout_loss", method="base model", loop=4)
+    assert readout == pytest.approx(frozen, rel=1e-6)
+    find_sources = load_script("recipes/evaluate.py").find_sources
+    for base in (None, str(saved / "base")):
+        named = SimpleNamespace(adapters={"base": "none", "run": str(run)})
+        sources = find_sources(named, SimpleNamespace(model_name_or_path=base, model_revision=None))
+        assert [source.dtype for source in sources.values()] == ["float32", "float32"]
+
+
 def test_diagnose_prints_each_adapter_of_a_method(saved, tmp_path, capsys):
     adapters = [shutil.copytree(saved / name, tmp_path / name) for name in ("lora", "ours")]
     for path in adapters:
@@ -534,6 +552,7 @@ def test_diagnose_explains_mistakes(saved, tmp_path):
         "--diagnostics curvature --dtype bfloat16": "`dtype` must be float32 for `curvature`",
         "--num_train_examples 10": "`num_train_examples` changed from 20 to 10",
         "--num_eval_examples 0": "`num_eval_examples`",
+        "--limit 10": "`limit` is not a field of this script. Did you mean 'num_examples'?",
         "--task gsm8k --num_eval_examples 6": "`num_eval_examples` is a field of trainings, which has no effect",
     }.items():
         with user_error(message):
