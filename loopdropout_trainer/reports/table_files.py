@@ -44,7 +44,8 @@ def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
             missing = {*values} - {*rows[name]}
         if rows.empty or missing:
             check_spelling(results, wanted)
-            raise Missing(f"no result with {describe_selection(wanted)}.{describe_methods(results, wanted)}")
+            others = describe_methods(results, wanted) + describe_sweeps(results, wanted)
+            raise Missing(f"no result with {describe_selection(wanted)}.{others}")
     return rows
 
 
@@ -111,6 +112,14 @@ def describe_methods(results: pd.DataFrame, wanted: dict) -> str:
     return ""
 
 
+def describe_sweeps(results: pd.DataFrame, wanted: dict) -> str:
+    """Return a sentence with the sweeps of the results, if they have none of the wanted sweeps."""
+    wanted_sweeps, sweeps = pd.Series(wanted.get("sweep", []), dtype=object), [*results["sweep"].dropna().unique()]
+    if not sweeps or wanted_sweeps.empty or wanted_sweeps.isin(sweeps).any():
+        return ""
+    return f" The results have the sweeps {', '.join(sweeps)}."
+
+
 @cache
 def describe_recipe(name: str, num_fitting_examples: int | None = None) -> dict[str, Any]:
     """Return the settings of a recipe, `batch`, `steps`, and the `seeds`, `learning_rates` and `benchmarks` of its sweeps.
@@ -169,6 +178,7 @@ def fill_cell(
         num_fitting_examples: argument of `describe_recipe`.
         wanted: values of the columns that select the results.
     """
+    check_options({"minus": minus, "part": part, "of": of, "recipe": recipe, "decimals": decimals, "scale": scale})
     check_cell(minus, of, scale, wanted)
     if recipe:
         return str(describe_recipe(recipe, num_fitting_examples)[show]), {}
@@ -197,7 +207,38 @@ def fill_cell(
         return mean_sd(values, decimals), numbers
     if show == "seeds":
         return " / ".join(f"{value:.{decimals}f}" for value in values), numbers
-    return f"{rows[show].iloc[0]:g}", {}
+    return show_column(rows, show), {}
+
+
+def show_column(rows: pd.DataFrame, name: str) -> str:
+    """Return the value of a column in the first of some results as a text, or raise UserError if there is no such column."""
+    if name not in rows:
+        hint = closest_match(str(name), ["mean", "seeds", *rows.columns])
+        raise UserError(f"`show` must be mean, seeds or a column of the results, got {name}.{hint}")
+    value = rows[name].iloc[0]
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+OPTION_TYPES = {
+    "minus": (dict, "a mapping, such as {method: LoRA}"),
+    "part": (str, "a text, such as gain_both_answered"),
+    "of": (str, "a cost, such as train_seconds"),
+    "recipe": (str, "the name of a recipe"),
+    "decimals": (int, "a whole number"),
+    "scale": ((int, float), "a number"),
+}
+"""Types of the options of a cell, and their descriptions. All but the last two can be missing."""
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise UserError for an option of a cell that is not of its type."""
+    for name, value in options.items():
+        wanted_type, description = OPTION_TYPES[name]
+        is_missing = value is None and name not in ("decimals", "scale")
+        is_negative = name == "decimals" and isinstance(value, int) and value < 0
+        if is_missing or isinstance(value, wanted_type) and not isinstance(value, bool) and not is_negative:
+            continue
+        raise UserError(f"`{name}` of a cell must be {description}, got {short_repr(value)}.")
 
 
 def check_cell(minus: dict | None, of: str | None, scale: float, wanted: dict) -> None:
@@ -268,6 +309,18 @@ def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, An
             yield heads, title, {**wanted, **column}, paper
 
 
+def check_parts(spec: dict) -> None:
+    """Raise UserError if the filter, a column or a row of a table has another form than cells read."""
+    for name, part in {"filter": spec.get("filter", {}), **spec["columns"]}.items():
+        if not isinstance(part, dict):
+            raise UserError(
+                f"`{name}` of a table must be a mapping, such as {{num_loops: 4}}, got {short_repr(part)}."
+            )
+    for row in spec["rows"]:
+        if not isinstance(row, list):
+            raise UserError(f"Each item of `rows` must be a list, such as [LoRA], got {short_repr(row)}.")
+
+
 def check_fields(spec: dict, types: dict[str, type], kind: str) -> None:
     """Raise UserError if the content of a YAML file does not have a field, or has it as another type.
 
@@ -295,6 +348,7 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
         results: from `load_results`.
     """
     check_fields(spec, {"title": str, "heads": dict, "columns": dict, "rows": list}, "table")
+    check_parts(spec)
     lines, missing = [], []
     decimals = {"decimals": find_decimals(spec)}
     for heads, title, wanted, paper in read_numbers(spec):
@@ -321,7 +375,7 @@ def find_decimals(spec: dict) -> int:
     decimals = []
     for column in spec["columns"].values():
         is_mean = column.keys().isdisjoint(("minus", "of", "metric"))
-        if is_mean and "decimals" in column:
+        if is_mean and isinstance(column.get("decimals"), int):
             decimals.append(column["decimals"])
     return max(decimals, default=2)
 

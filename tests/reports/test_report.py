@@ -1053,6 +1053,16 @@ def test_own_table_without_papers_numbers_has_plain_heads(finished_sweep, capsys
         ),
         ({"columns": {"a": {"colour": 1}}}, "The results have no column `colour`. The page docs/reports.md lists"),
         ({"filter": {"task": "b"}, "columns": {"a": {"recipe_p": 1}}}, "Missing"),
+        ({"columns": {"a": {"decimals": "one"}}}, "`decimals` of a cell must be a whole number, got 'one'"),
+        ({"columns": {"a": {"scale": True}}}, "`scale` of a cell must be a number, got True"),
+        ({"columns": {"a": {"minus": "LoRA"}}}, "`minus` of a cell must be a mapping, .* got 'LoRA'"),
+        (
+            {"columns": {"a": {"task": "b", "show": "sed"}}},
+            "`show` must be .* or a column of the results, got sed. Did you",
+        ),
+        ({"columns": {"a": 4}}, "`a` of a table must be a mapping, such as {num_loops: 4}, got 4"),
+        ({"filter": "mine"}, "`filter` of a table must be a mapping"),
+        ({"rows": ["LoRA"]}, r"Each item of `rows` must be a list, such as \[LoRA\], got 'LoRA'"),
     ],
     ids=str,
 )
@@ -1081,6 +1091,8 @@ def test_misspelled_task_of_an_own_table_is_not_measured(finished_sweep, capsys)
     text, _ = report_on(finished_sweep, capsys, filter={"task": "gsm8kk"}, made_by=["loopdropout sweep x"])
     assert "no task `gsm8kk`. The results have the tasks " in text and "Did you mean 'gsm8k'?" in text
     assert "loopdropout sweep x" not in text
+    text, _ = report_on(finished_sweep, capsys, filter={"sweep": "minne"})
+    assert "no result with sweep = minne, method = LoRA. The results have the sweeps mine." in text
     for task in ("gsm8k_platinum", "other"):
         text, _ = report_on(finished_sweep, capsys, filter={"task": task}, made_by=["loopdropout sweep x"])
         assert "no result with" in text and "loopdropout sweep x" in text
