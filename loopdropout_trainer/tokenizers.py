@@ -24,7 +24,7 @@ from loopdropout_trainer.errors import (
     first_line,
     short_repr,
 )
-from loopdropout_trainer.files import model_path, public_name, read_text
+from loopdropout_trainer.files import file_hint, model_path, public_name, read_text
 from loopdropout_trainer.hub import TOKENIZER_FILES, download_files, split_revision
 from loopdropout_trainer.limits import bounded_rendering, check_length, end_rendering, render_chat
 
@@ -214,7 +214,13 @@ def unknown_template(field: str, name: str, others: str) -> UserError:
     """
     known = {other.lower(): template for template, other in OTHER_NAMES.items()}
     hint = closest_match(known.get(name.lower(), name), CHAT_TEMPLATES)
+    if not hint and Path(name).suffix:
+        hint = file_hint(Path(name), is_readable=_is_jinja)
     return UserError(f"`{field}` must be {_list_templates()} or {others}, got {name!r}.{hint}")
+
+
+def _is_jinja(file: str) -> bool:
+    return file.endswith((".jinja", ".jinja2", ".j2"))
 
 
 def _list_templates(templates: Iterable[str] = CHAT_TEMPLATES) -> str:

@@ -240,3 +240,11 @@ def test_wrong_tokenizer_arguments(tmp_path, monkeypatch, fields, message):
     byte_tokenizer(["<pad>"], pad_token="<pad>").save_pretrained("saved")
     with user_error(message):
         load_tokenizer(**{"name_or_path": "saved", **fields})
+
+
+def test_mistyped_file_of_a_template_names_the_file(tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    with user_error(
+        f"`chat_template` must be .* a Jinja file, got '{tmp_path}/mne.jinja'. Did you mean '{tmp_path}/mine.jinja'"
+    ):
+        load_tokenizer("tiny-ouro", chat_template=f"{tmp_path}/mne.jinja")
