@@ -48,6 +48,7 @@ from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.reports.base_names import unify_base_names
 from loopdropout_trainer.reports.problem_numbers import find_other_numbers
+from loopdropout_trainer.reports.recipe_columns import read_column
 from loopdropout_trainer.reports.result_choice import split_choices, split_repeated, split_replaced
 from loopdropout_trainer.reports.result_codes import number_codes
 from loopdropout_trainer.reports.unfinished import read_unfinished
@@ -304,7 +305,7 @@ def training_folder(row: dict[str, Any], runs: dict[str, str]) -> str:
 
 
 def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
-    """Return the results whose columns have the wanted values, or one of a list of values.
+    """Return the results whose columns have the wanted values, or one of a list of values (`read_column`).
 
     Without `gates` and `loop` the gates are one, or those of a training loss. Without `num_loops` and `loop` the depth is the
     depth of the training. Without `checkpoint` the weights are the final ones, and without `readout` the last loop is read
@@ -331,14 +332,15 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
 
 def _has_value(results: pd.DataFrame, name: str, value: Any) -> np.ndarray:
     """Return whether a column of each result has a value, or one of a list of values. `select` describes the arguments."""
-    values = results[name] if name in results else pd.Series(np.nan, results.index)
+    values = read_column(results, name)
     wanted_values = pd.Series(value)
     has_value = values.isin(wanted_values).to_numpy()  # which is read-only
     if name == "method":
         for method in wanted_values:
             has_value = has_value | has_method(results, method).to_numpy()
     if wanted_values.isna().any():  # `isin` finds no missing integer
-        has_value = has_value | values.isna().to_numpy()
+        as_saved = results.get(name, values)  # without defaults
+        has_value = has_value | as_saved.isna().to_numpy()
     return has_value
 
 
@@ -366,10 +368,14 @@ def has_method(results: pd.DataFrame, name: str) -> pd.Series:
 
 
 def differing(results: pd.DataFrame) -> list[str]:
-    """Return the columns in which the results of one mean must not differ, but do."""
+    """Return the columns in which the results of one mean must not differ, but do.
+
+    A recipe that sets a field to its default does not differ from one that leaves it out.
+    """
     values = results.to_numpy(dtype=object, na_value=None)  # a missing value equals another one
     is_differing = (values != values[:1]).any(axis=0)
-    return sorted({*results.columns[is_differing]} - IGNORED)
+    names = sorted({*results.columns[is_differing]} - IGNORED)
+    return [name for name in names if read_column(results, name).nunique(dropna=False) > 1]
 
 
 def average(rows: pd.DataFrame) -> pd.Series:
@@ -381,6 +387,7 @@ def average(rows: pd.DataFrame) -> pd.Series:
     differences = differing(rows)
     if differences:
         name = differences[0]
+        rows = rows.assign(**{name: read_column(rows, name)})
         value = rows[name].dropna().iloc[0]
         raise UserError(
             f"`{name}` differs between {describe_results(rows, name)}, so they have no common mean. {ONE_AT_A_TIME} In a "
@@ -408,6 +415,8 @@ def describe_results(rows: pd.DataFrame, column: str) -> str:
     places = []
     for value, own in rows.groupby(column, sort=False, dropna=False):
         text = f"{value:g}" if isinstance(value, float) else str(value)
+        if pd.isna(value):
+            text = "not set"
         files = [*dict.fromkeys(own["folder"])]
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         places.append(f"{files[0]}/{RESULTS_FILE}{more} ({text})")

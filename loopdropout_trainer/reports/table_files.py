@@ -13,9 +13,12 @@ import pandas as pd
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.reports.cell_options import check_cell, check_options
 from loopdropout_trainer.reports.frames import average, has_method, select
+from loopdropout_trainer.reports.recipe_columns import PREFIX, describe_values, read_column, setting_names
 from loopdropout_trainer.reports.tables import NUMBERS, compare, mean_numbers, mean_sd, paired_gains
 from loopdropout_trainer.results.run_files import is_of_base
+from loopdropout_trainer.settings.command_fields import find_command_fields, find_default
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
@@ -45,6 +48,7 @@ def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
         if rows.empty or missing:
             check_spelling(results, wanted)
             others = describe_methods(results, wanted) + describe_sweeps(results, wanted)
+            others = others or describe_values(results, wanted)
             raise Missing(f"no result with {describe_selection(wanted)}.{others}")
     return rows
 
@@ -59,19 +63,21 @@ FURTHER_COLUMNS = ("adapter", "training", "readout")
 def check_columns(results: pd.DataFrame, wanted: dict) -> None:
     """Raise UserError if a selection has a name that is no column of results.
 
-    A setting `recipe_...` may be missing in all results so far, for example the field of a rule without a training. It is
-    wrong only if it is very similar to one that the results have.
+    A setting `recipe_...` may be missing in all results, because recipes do not name settings at their defaults.
     """
     known = [*results.columns, *FURTHER_COLUMNS]
-    settings = [name.removeprefix("recipe_") for name in known if name.startswith("recipe_")]
     for name in wanted:
         if name in known:
             continue
-        if str(name).startswith("recipe_"):
-            if closest_match(name.removeprefix("recipe_"), settings, cutoff=0.8):
-                raise UserError(f"The results have no column `{name}`.{closest_match(name, known)}")
-            continue
-        hint = closest_match(name, [*known, *OPTIONS]) or " The page docs/reports.md lists the columns."
+        if str(name).startswith(PREFIX):
+            settings = [f"{PREFIX}{setting}" for setting in setting_names()]
+            if name in settings:
+                continue
+            raise UserError(f"No training has the setting of the column `{name}`.{closest_match(name, settings)}")
+        hint = closest_match(name, [*known, *OPTIONS])
+        if not hint and name in setting_names():
+            hint = f" The setting has the column `{PREFIX}{name}`."
+        hint = hint or " The page docs/reports.md lists the columns."
         raise UserError(f"The results have no column `{name}`.{hint}")
 
 
@@ -127,9 +133,14 @@ def describe_recipe(name: str, num_fitting_examples: int | None = None) -> dict[
     The steps count the examples that fit into `max_length`, if their number is given, because the others are left out.
     """
     recipe = load_recipe(name)
+    for field in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"):
+        if field not in recipe:
+            recipe[field] = find_default(find_command_fields("sft"), field)
     batch = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
-    num_examples = num_fitting_examples or recipe["num_train_examples"]
-    steps = recipe["num_train_epochs"] * math.ceil(num_examples / batch)
+    num_examples = num_fitting_examples or recipe.get("num_train_examples")
+    steps = recipe.get("max_steps", -1)
+    if steps < 0 and num_examples:
+        steps = recipe["num_train_epochs"] * math.ceil(num_examples / batch)
     values: dict[str, set] = {"learning_rates": set(), "seeds": set(), "benchmarks": set()}
     for sweep in _measuring_sweeps():
         if sweep.get("recipe") == name:
@@ -137,7 +148,9 @@ def describe_recipe(name: str, num_fitting_examples: int | None = None) -> dict[
             for field, used in values.items():
                 used.update(settings[field])
     texts = {field: ", ".join(map(str, sorted(used))) for field, used in values.items()}
-    return {**recipe, "batch": batch, "steps": steps, **texts}
+    if steps > 0:  # else only the data tell them
+        recipe["steps"] = steps
+    return {**recipe, "batch": batch, **texts}
 
 
 @cache
@@ -149,6 +162,16 @@ def _measuring_sweeps() -> list[dict[str, Any]]:
 def _is_benchmark(task: Any) -> bool:
     """Return whether a sweep of the package measures a task."""
     return any(task in sweep["measure"].get("benchmarks", ()) for sweep in _measuring_sweeps())
+
+
+def show_setting(recipe: str, show: str, num_fitting_examples: int | None) -> str:
+    """Return a value of `describe_recipe` as a text. Raise UserError if it has none of this name."""
+    settings = describe_recipe(recipe, num_fitting_examples)
+    if show not in settings:
+        raise UserError(
+            f"`show` must be a setting of {recipe}, got {short_repr(show)}.{closest_match(show, settings)}"
+        )
+    return str(settings[show])
 
 
 def fill_cell(
@@ -181,20 +204,11 @@ def fill_cell(
     check_options({"minus": minus, "part": part, "of": of, "recipe": recipe, "decimals": decimals, "scale": scale})
     check_cell(minus, of, scale, wanted)
     if recipe:
-        return str(describe_recipe(recipe, num_fitting_examples)[show]), {}
+        return show_setting(recipe, show, num_fitting_examples), {}
     rows = find(results, wanted)
     if minus:
         other = find(results, subtract_from(results, wanted, minus))
-        gain = compare(rows, other, part)
-        if gain is None:
-            return "–", {}
-        if math.isnan(gain.difference):
-            return gain.text() or "–", gain._asdict()
-        gains = paired_gains(rows, other, part)
-        numbers = {**gain._asdict(), "num_seeds": len(gains), **describe_problems(rows)}
-        if show == "seeds":
-            return " / ".join(f"{value:+.{decimals}f}" for value in gains), numbers
-        return gain.text(decimals), numbers
+        return show_difference(rows, other, show, part, decimals)
     if of:
         costs = find(results, {"task": "training", "metric": of})
         rows = costs[costs["run"].isin(rows["run"])]
@@ -210,45 +224,39 @@ def fill_cell(
     return show_column(rows, show), {}
 
 
+def show_difference(
+    rows: pd.DataFrame, other: pd.DataFrame, show: str, part: str | None, decimals: int
+) -> tuple[str, dict[str, Any]]:
+    """Return the difference of results to others as `fill_cell` does."""
+    gain = compare(rows, other, part)
+    if gain is None:
+        return "–", {}
+    if math.isnan(gain.difference):
+        return gain.text() or "–", gain._asdict()
+    gains = paired_gains(rows, other, part)
+    numbers = {**gain._asdict(), "num_seeds": len(gains), **describe_problems(rows)}
+    if show == "seeds":
+        return " / ".join(f"{value:+.{decimals}f}" for value in gains), numbers
+    return gain.text(decimals), numbers
+
+
 def show_column(rows: pd.DataFrame, name: str) -> str:
-    """Return the value of a column in the first of some results as a text, or raise UserError if there is no such column."""
-    if name not in rows:
+    """Return the values of a column of results as a text, or a dash if they have none.
+
+    Raises:
+        UserError: if results have no such column.
+    """
+    is_setting = str(name).startswith(PREFIX) and str(name).removeprefix(PREFIX) in setting_names()
+    if name not in rows and not is_setting:
         hint = closest_match(str(name), ["mean", "seeds", *rows.columns])
+        if not hint and name in setting_names():
+            hint = f" The setting has the column `{PREFIX}{name}`."
         raise UserError(f"`show` must be mean, seeds or a column of the results, got {name}.{hint}")
-    value = rows[name].iloc[0]
-    return value if isinstance(value, str) else f"{value:g}"
-
-
-OPTION_TYPES = {
-    "minus": (dict, "a mapping, such as {method: LoRA}"),
-    "part": (str, "a text, such as gain_both_answered"),
-    "of": (str, "a cost, such as train_seconds"),
-    "recipe": (str, "the name of a recipe"),
-    "decimals": (int, "a whole number"),
-    "scale": ((int, float), "a number"),
-}
-"""Types of the options of a cell, and their descriptions. All but the last two can be missing."""
-
-
-def check_options(options: dict[str, Any]) -> None:
-    """Raise UserError for an option of a cell that is not of its type."""
-    for name, value in options.items():
-        wanted_type, description = OPTION_TYPES[name]
-        is_missing = value is None and name not in ("decimals", "scale")
-        is_negative = name == "decimals" and isinstance(value, int) and value < 0
-        if is_missing or isinstance(value, wanted_type) and not isinstance(value, bool) and not is_negative:
-            continue
-        raise UserError(f"`{name}` of a cell must be {description}, got {short_repr(value)}.")
-
-
-def check_cell(minus: dict | None, of: str | None, scale: float, wanted: dict) -> None:
-    """Raise UserError if the options of a cell do not go together."""
-    if minus and (of or scale != 1):
-        raise UserError("`minus` must not be set together with `of` or `scale`: it compares accuracies in points.")
-    if of and wanted.get("task") == "training" and "metric" not in wanted:
-        raise UserError(
-            f"`task` must be one with accuracies next to `of`, got training. Leave it out, or set `metric: {of}` for `of`."
-        )
+    texts = []
+    for value in read_column(rows, name).dropna().unique():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        texts.append(f"{value:g}" if is_number else str(value))
+    return ", ".join(texts) or "–"
 
 
 def subtract_from(results: pd.DataFrame, wanted: dict, minus: dict) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def find_default(fields: Mapping[str, dataclasses.Field], name: str, rule: str |
     Args:
         fields: Fields of a command by name.
         name: Name of a field.
-        rule: Rule of the training, whose own `p` is the default of `p`. Default: the default rule.
+        rule: Rule of the training, whose own `p` is the default of `p`. Default: the fields' own default.
     """
     if name == "p":
         return _find_own_p(fields["rule"].default if rule is None else rule)

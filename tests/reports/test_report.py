@@ -1049,7 +1049,19 @@ def test_own_table_without_papers_numbers_has_plain_heads(finished_sweep, capsys
         ({"columns": {"a": {"minus": {"varaint": "b"}}}}, "no column `varaint`. Did you mean 'variant'?"),
         (
             {"heads": {"Rank": "recipe_learning_rat"}},
-            "no column `recipe_learning_rat`. Did you mean 'recipe_learning_rate'",
+            "No training has the setting of the column `recipe_learning_rat`. Did you mean 'recipe_learning_rate'",
+        ),
+        ({"columns": {"a": {"recipe_lora_rr": 16}}}, "the column `recipe_lora_rr`. Did you mean 'recipe_lora_r'?"),
+        ({"columns": {"a": {"lora_r": 16}}}, "no column `lora_r`. The setting has the column `recipe_lora_r`."),
+        ({"columns": {"a": {"show": "lora_r"}}}, "got lora_r. The setting has the column `recipe_lora_r`."),
+        ({"columns": {"a": {"part": "gain"}}}, "`part` of a cell needs `minus`"),
+        (
+            {"columns": {"a": {"minus": {"method": "LoRA"}, "part": "b"}}},
+            "`part` of a cell must be one of gain, .* 'b'",
+        ),
+        (
+            {"columns": {"a": {"recipe": "quickstart.yaml", "show": "stepss"}}},
+            "a setting of quickstart.yaml, .* 'steps'?",
         ),
         ({"columns": {"a": {"colour": 1}}}, "The results have no column `colour`. The page docs/reports.md lists"),
         ({"filter": {"task": "b"}, "columns": {"a": {"recipe_p": 1}}}, "Missing"),
@@ -1082,6 +1094,30 @@ def test_wrong_own_table_is_one_sentence(finished_sweep, capsys, change, message
     else:
         with user_error(message):
             report.main(words)
+
+
+def test_own_table_selects_settings_at_their_defaults(finished_sweep, capsys):
+    """Also where only some recipes name them, or name the default. A number says which values there are."""
+    path = finished_sweep / "lora/lr_0.002/seed_2/recipe.yaml"
+    path.write_text(path.read_text() + "lora_r: 16\nnum_train_epochs: 3\n")
+    heads, rows = {"Method": "method", "Rank": "recipe_lora_r"}, [["LoRA", 16], ["Loop Dropout", 16]]
+    columns = {"all": {}, "epochs": {"show": "recipe_num_train_epochs"}, "rank": {"show": "recipe_lora_r"}}
+    text, _ = report_on(finished_sweep, capsys, filter={"task": "b"}, heads=heads, rows=rows, columns=columns)
+    assert "LoRA 16 57.00 ± 2.83 3 16 Loop Dropout 16 69.00 ± 8.49 3 16" in text
+    columns = {"rule": {"show": "recipe_rule"}, "p": {"recipe_p": 0.5, "decimals": 1}}
+    path = finished_sweep / "loop_dropout/lr_0.002/seed_2/recipe.yaml"
+    text, _ = report_on(finished_sweep, capsys, filter={"task": "b"}, columns=columns)
+    path.write_text(path.read_text() + "p: [0.5]\n")  # as trainings write it
+    assert report_on(finished_sweep, capsys, filter={"task": "b"}, columns=columns)[0] == text
+    assert "LoRA lora – Loop Dropout loop_dropout 69.0 ± 8.5 " in text
+    path.write_text(path.read_text().replace("0.5", "0.25"))
+    with user_error(r"`recipe_p` differs .*\(0.5\) and .*\(0.25\), .* such as `recipe_p: 0.5`."):
+        report_on(finished_sweep, capsys, filter={"task": "b"}, columns={"all": {}})
+    path.write_text(path.read_text().replace("0.25", "0.5"))
+    text, _ = report_on(finished_sweep, capsys, filter={"task": "b", "recipe_lora_r": 8}, columns={"all": {}})
+    assert "no result with task = b, recipe_lora_r = 8" in text and "The results have recipe_lora_r = 16." in text
+    text, _ = report_on(finished_sweep, capsys)  # no line for the recipe that names the default
+    assert "lora_r" not in text
 
 
 def test_misspelled_task_of_an_own_table_is_not_measured(finished_sweep, capsys):
