@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import zip_longest
 from typing import Any
 
 import pandas as pd
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
-from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.reports.cell_options import check_cell, check_options
 from loopdropout_trainer.reports.frames import average, has_method, select
 from loopdropout_trainer.reports.recipe_columns import PREFIX, describe_values, read_column, setting_names
+from loopdropout_trainer.reports.recipe_texts import is_benchmark, show_setting
 from loopdropout_trainer.reports.tables import NUMBERS, compare, mean_numbers, mean_sd, paired_gains
 from loopdropout_trainer.results.run_files import is_of_base
-from loopdropout_trainer.settings.command_fields import find_command_fields, find_default
-from loopdropout_trainer.settings.recipe import load_recipe
 
 
 class Missing(UserError):
@@ -90,7 +87,7 @@ def check_spelling(results: pd.DataFrame, wanted: dict) -> None:
         names = [*results[name].unique()]
         for value in pd.Series(wanted.get(name, []), dtype=object):
             hint = closest_match(str(value), names, cutoff=0.8)
-            if value not in names and hint and not _is_benchmark(value):
+            if value not in names and hint and not is_benchmark(value):
                 raise Misspelled(f"no {name} `{value}`. The results have the {name}s {', '.join(names)}.{hint}")
 
 
@@ -124,54 +121,6 @@ def describe_sweeps(results: pd.DataFrame, wanted: dict) -> str:
     if not sweeps or wanted_sweeps.empty or wanted_sweeps.isin(sweeps).any():
         return ""
     return f" The results have the sweeps {', '.join(sweeps)}."
-
-
-@cache
-def describe_recipe(name: str, num_fitting_examples: int | None = None) -> dict[str, Any]:
-    """Return the settings of a recipe, `batch`, `steps`, and the `seeds`, `learning_rates` and `benchmarks` of its sweeps.
-
-    The steps count the examples that fit into `max_length`, if their number is given, because the others are left out.
-    """
-    recipe = load_recipe(name)
-    for field in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"):
-        if field not in recipe:
-            recipe[field] = find_default(find_command_fields("sft"), field)
-    batch = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
-    num_examples = num_fitting_examples or recipe.get("num_train_examples")
-    steps = recipe.get("max_steps", -1)
-    if steps < 0 and num_examples:
-        steps = recipe["num_train_epochs"] * math.ceil(num_examples / batch)
-    values: dict[str, set] = {"learning_rates": set(), "seeds": set(), "benchmarks": set()}
-    for sweep in _measuring_sweeps():
-        if sweep.get("recipe") == name:
-            settings = {**sweep, **sweep["measure"]}
-            for field, used in values.items():
-                used.update(settings[field])
-    texts = {field: ", ".join(map(str, sorted(used))) for field, used in values.items()}
-    if steps > 0:  # else only the data tell them
-        recipe["steps"] = steps
-    return {**recipe, "batch": batch, **texts}
-
-
-@cache
-def _measuring_sweeps() -> list[dict[str, Any]]:
-    """Return the sweeps of the package that measure their final runs. It reads all recipes, which takes a second."""
-    return [recipe for recipe in map(load_recipe, recipe_names()) if "measure" in recipe]
-
-
-def _is_benchmark(task: Any) -> bool:
-    """Return whether a sweep of the package measures a task."""
-    return any(task in sweep["measure"].get("benchmarks", ()) for sweep in _measuring_sweeps())
-
-
-def show_setting(recipe: str, show: str, num_fitting_examples: int | None) -> str:
-    """Return a value of `describe_recipe` as a text. Raise UserError if it has none of this name."""
-    settings = describe_recipe(recipe, num_fitting_examples)
-    if show not in settings:
-        raise UserError(
-            f"`show` must be a setting of {recipe}, got {short_repr(show)}.{closest_match(show, settings)}"
-        )
-    return str(settings[show])
 
 
 def fill_cell(

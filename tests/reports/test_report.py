@@ -33,6 +33,7 @@ from loopdropout_trainer.reports import (
     loss_tables,
     plots,
     printing,
+    recipe_texts,
     saved_tables,
     table_files,
     tables,
@@ -2062,7 +2063,7 @@ def test_readme_describes_the_recipes():
     for name, line in lines:
         examples, steps, *cells = line.replace("`", "").split(" | ")
         drawn, *fitting = map(int, re.findall(r"\d+", examples.replace(",", "")))
-        recipe = table_files.describe_recipe(f"recipes/{name}")
+        recipe = recipe_texts.describe_recipe(f"recipes/{name}")
         assert drawn == recipe["num_train_examples"]
         batches = math.ceil((fitting or [drawn])[0] / recipe["batch"])
         assert steps == f"{recipe['num_train_epochs'] * batches:,}"
