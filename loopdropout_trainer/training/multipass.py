@@ -6,6 +6,7 @@ import copy
 from contextlib import nullcontext
 from typing import Any
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
 
@@ -20,6 +21,11 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
     def before_init(self, arguments: dict[str, Any]) -> None:
         """Scale the alpha of a new adapter, so that plain LoRA at inference has the original's expected update."""
         super().before_init(arguments)
+        if self.rule.draws_per_batch == 1 and self.rule.name != "lora_dropout":
+            raise UserError(
+                f"`rule` must be 'lora_dropout' for a {type(self).__name__}, got {self.rule.name!r}. "
+                "`LoopDropoutSFTTrainer` trains the other rules."
+            )
         lora = arguments["peft_config"]
         if lora is not None:
             factor = self.rule.alpha_factor

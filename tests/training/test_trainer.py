@@ -233,6 +233,10 @@ ON_PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "ste
     [
         ({"p": [0.1, 0.2]}, "`p`.*2 values.*4 loops"),
         ({"rule": "lora_dropout"}, "must have one draw for a micro-batch, .* Train it with `LoRADropoutSFTTrainer`"),
+        (
+            {"cls": LoRADropoutSFTTrainer},
+            "`rule` must be 'lora_dropout' for a LoRADropoutSFTTrainer, got 'loop_dropout'",
+        ),
         ({"rule": "learned", "depth_sampling": "uniform"}, "`depth_sampling` must be 'fixed'"),
         ({"packing": True, "packing_strategy": "wrapped"}, "`packing_strategy` must be 'bfd'"),
         ({"packing": True, "max_length": None}, "`max_length` must be set if `packing` is true"),
