@@ -3,7 +3,7 @@
     loopdropout sft quickstart.yaml --import recipes/examples/drop_one_loop.py --rule drop_one_loop \\
         --output_dir outputs/own_rule
 
-docs/extending.md explains it.
+docs/extending.md explains it. In a file of the package's `gates/`, import from `loopdropout_trainer.gates.rule` instead.
 """
 
 from dataclasses import dataclass
