@@ -43,7 +43,8 @@ class UniformDepth(FixedDepth):
     def limits(self, num_loops: int) -> tuple[int, int]:
         high = num_loops if self.high is None else self.high
         if self.low > high:
-            raise UserError(f"`low` must be from 1 to `high`, {high}, got {self.low}.")
+            hint = " `high` is the model's own depth unless you set it." if self.high is None else ""
+            raise UserError(f"`low` in `depth_sampling_args` must be from 1 to `high`, {high}, got {self.low}.{hint}")
         return self.low, high
 
     def sample(self, u: tuple[float, float], num_loops: int) -> int:

@@ -36,7 +36,7 @@ def test_depths_follow_distribution(name, fields, reference):
 
 
 def test_depth_sampler_validates_fields():
-    with user_error("`low` must be from 1 to `high`, 4, got 5"):
+    with user_error("`low` in `depth_sampling_args` must be from 1 to `high`, 4, got 5"):
         make_depth_sampler("uniform", {"low": 5}).limits(4)
     for low in (2.5, 0, -1, "deep", True):
         with user_error("`low` must be an integer from 1 to 1024, got "):
