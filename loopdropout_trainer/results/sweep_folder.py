@@ -260,7 +260,8 @@ def _describe_missing(folder: str | Path, counts_soon: bool = False) -> str:
 
 def _count_removed(folder: str | Path, method: str, num_ended: int) -> int:
     """Return how many folders of a method's trainings that have ended are no longer there."""
-    return max(0, num_ended - sum(1 for _ in Path(folder, method).glob(f"lr_*/seed_*/{SETTINGS_FILE}")))
+    present = [path for path in Path(folder, method).glob("lr_*/seed_*") if path.is_dir()]
+    return max(0, num_ended - len(present))
 
 
 def _chain(summary: dict[str, dict[str, Any]], name: str) -> list[str]:
