@@ -24,6 +24,7 @@ from loopdropout_trainer.errors import UserError, is_unreachable
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.hub import can_reach_hub, means_folder
 from loopdropout_trainer.jobs.example_plan import add_counts, count_rows, list_examples
+from loopdropout_trainer.jobs.starts import read_config
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.recipe import build_part
 from loopdropout_trainer.training.config import (
@@ -123,7 +124,14 @@ def _check_prompts(
 
 
 def _find_described_model(model: ModelArguments) -> LoopedModelMixin | None:
-    """Return a model of transformers that this package describes, without weights, or None for another one."""
+    """Return a model of transformers that this package describes, without weights, or None for another one.
+
+    The modules of the models, which take seconds to import, stay out of the dry run of another one.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if read_config(model).get("model_type") not in CONFIG_MAPPING_NAMES:
+        return None
     from loopdropout_trainer.looped import DESCRIPTIONS, find_looped_model
     from loopdropout_trainer.saving.loading import load_skeleton
     from loopdropout_trainer.saving.source import read_model_config
