@@ -142,9 +142,9 @@ def find_similar_file(name: str, others: Iterable[str]) -> str | None:
     if not stems:
         return None
     same = sorted(by_stem[stems[0]])
-    return difflib.get_close_matches(name, same, n=1, cutoff=0)[
-        0
-    ]  # with the ending that is meant, if there are several
+    # The one with the ending that is meant, if there are several.
+    nearest = difflib.get_close_matches(name, same, n=1, cutoff=0)
+    return nearest[0]
 
 
 def file_hint(path: Path, is_readable: Callable[[str], bool]) -> str:
