@@ -112,10 +112,20 @@ def find_recipes_of_name(name: str) -> list[str]:
 
 
 def model_hint(name: str) -> str:
-    """Return the end of a message about a model that does not exist, from the names of the models of the package's recipes."""
+    """Return the end of a message about a model that does not exist: the folder or the name that is nearly the same.
+
+    The names are those of the models of the package's recipes. A name with a slash means a folder first.
+    """
     found = closest_match(name, ["tiny-ouro"])
     if found:
         return found
+    if "/" in name:
+        return folder_hint(name) or _known_model_hint(name)
+    return _known_model_hint(name) or folder_hint(name)
+
+
+def _known_model_hint(name: str) -> str:
+    """Return the end of a message about a model that does not exist, from the models of the package's recipes, or ""."""
     lines = "\n".join((recipes_folder() / recipe).read_text(encoding="utf-8") for recipe in recipe_names())
     models = set(re.findall(r"^model_name_or_path: ([\w.-]+/[\w.-]+)", lines, re.MULTILINE))
     by_name = {model.split("/")[1].lower(): model for model in models}  # the owner of a repository is often left out
@@ -123,6 +133,33 @@ def model_hint(name: str) -> str:
     if not matches or by_name[matches[0]] == name:
         return ""
     return f" Did you mean {by_name[matches[0]]!r}?"
+
+
+def folder_hint(name: str | Path) -> str:
+    """Return the end of a message about a folder that does not exist: the folder whose path is nearly the same, or ""."""
+    found = _find_similar_folder(Path(name).expanduser())
+    return "" if found is None else f" Did you mean {str(found)!r}?"
+
+
+def _find_similar_folder(path: Path, cutoff: float = 0.6) -> Path | None:
+    """Return the existing folder whose path is nearly the same, or None. Each folder of the path can have a mistake.
+
+    Args:
+        path: Path of a folder.
+        cutoff: Least similarity of the names of two folders, from 0 to 1.
+    """
+    if os.path.isdir(path):  # also of a folder that must not be read
+        return path
+    if path == path.parent:
+        return None
+    parent = _find_similar_folder(path.parent, cutoff)
+    if parent is None:
+        return None
+    if os.path.isdir(parent / path.name):
+        return parent / path.name
+    siblings = [other.name for other in parent.glob("*") if os.path.isdir(other)]
+    matches = difflib.get_close_matches(path.name, sorted(siblings), n=1, cutoff=cutoff)
+    return parent / matches[0] if matches else None
 
 
 _SIMILAR_FILE = 0.75
@@ -154,15 +191,11 @@ def file_hint(path: Path, is_readable: Callable[[str], bool]) -> str:
         path: Path of the file.
         is_readable: Function that returns whether a file of a name can be meant.
     """
-    folder, name = path.parent, path.name
-    if not folder.is_dir():
-        siblings = [other.name for other in folder.parent.glob("*") if other.is_dir()]
-        matches = difflib.get_close_matches(folder.name, siblings, n=1, cutoff=_SIMILAR_FILE)
-        if not matches:
-            return ""
-        folder = folder.with_name(matches[0])
+    folder = _find_similar_folder(path.parent, cutoff=_SIMILAR_FILE)
+    if folder is None:
+        return ""
     others = [other.name for other in folder.glob("*") if is_readable(other.name)]
-    found = find_similar_file(name, others)
+    found = find_similar_file(path.name, others)
     return "" if found is None else f" Did you mean {str(folder / found)!r}?"
 
 

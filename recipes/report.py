@@ -28,7 +28,7 @@ import pandas as pd
 
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, Comparison, explain_disagreements
 from loopdropout_trainer.errors import UserError, closest_match, count, run_script
-from loopdropout_trainer.files import check_links, recipe_names
+from loopdropout_trainer.files import check_links, file_hint, recipe_names
 from loopdropout_trainer.reports.comparing import compare_folders, explain_missing_runs
 from loopdropout_trainer.reports.figure_files import build_figure
 from loopdropout_trainer.reports.figures import loss_curves, loss_figure, overview_figure
@@ -82,6 +82,9 @@ OF_SELECTIONS = (
 OF_SUMMARY = ("accuracy", "choice", "comparison", "costs", "depth_loss", "held_out_loss", "loss_reduction", "losses")
 OF_SUMMARY += ("overview", "readout_loss", "summary")
 """Names of the tables and figures of the summary, which `--tables` does not make."""
+
+
+YAML_ENDINGS = (".yaml", ".yml")
 
 
 @dataclass
@@ -152,11 +155,20 @@ def list_tables() -> list[str]:
     return [Path(name).stem for name in recipe_names() if name.startswith("tables/")]
 
 
+def _is_yaml(name: str) -> bool:
+    return name.endswith(YAML_ENDINGS)
+
+
 def read_table(name: str) -> dict[str, Any]:
     """Return the content of a YAML file of a table or a figure, by its path or its name in recipes/tables."""
-    if name.endswith((".yaml", ".yml")):
-        return load_recipe(name)
     known = list_tables()
+    if name.endswith(YAML_ENDINGS):
+        if not Path(name).exists() and name.removeprefix("recipes/") not in recipe_names():
+            hint = file_hint(Path(name), _is_yaml) or closest_match(Path(name).stem, known)
+            raise UserError(
+                f"`tables` must be names in recipes/tables, YAML files, or `all`, but there is no file {name}.{hint}"
+            )
+        return load_recipe(name)
     if name in OF_SUMMARY:
         raise UserError(
             f"`tables` must be names in recipes/tables, YAML files, or `all`, got {name}, which is a part of the summary. "

@@ -49,7 +49,12 @@ from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.reports.base_names import unify_base_names
 from loopdropout_trainer.reports.problem_numbers import find_other_numbers
 from loopdropout_trainer.reports.recipe_columns import read_column
-from loopdropout_trainer.reports.result_choice import split_choices, split_repeated, split_replaced
+from loopdropout_trainer.reports.result_choice import (
+    describe_choice_reason,
+    split_choices,
+    split_repeated,
+    split_replaced,
+)
 from loopdropout_trainer.reports.result_codes import number_codes
 from loopdropout_trainer.reports.unfinished import read_unfinished
 from loopdropout_trainer.results.run_files import (
@@ -130,8 +135,9 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     rows, repeated = split_repeated(rows)
     results = _make_frame(rows)
     other_number = results[results["other_number"]].to_dict("records")
+    because_of_choice = describe_choice_reason(of_choice, rows)
     left_out = describe_left_out_results(
-        {OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced, OTHER_NUMBER: other_number}
+        {because_of_choice: of_choice, REPEATED: repeated, REPLACED: replaced, OTHER_NUMBER: other_number}
     )
     results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))
     return results
@@ -270,7 +276,6 @@ def _empty_recipe(row: dict[str, Any], kept: Collection[str] = ()) -> None:
 REPEATED = (
     "the trainings measured the same themselves, perhaps on other examples. The numbers are in results.jsonl there."
 )
-OF_CHOICE = "they only served the choice of a learning rate. `diagnose` has measured all seeds alike."
 REPLACED = "later trainings replaced the measured weights. Measure the present ones again."
 OTHER_NUMBER = (
     "other results of the same method are on another number of problems of the task, so they have no common mean. Evaluate "

@@ -6,9 +6,10 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from loopdropout_trainer.errors import join_command
 from loopdropout_trainer.files import is_checkpoint
 from loopdropout_trainer.results.run_files import DEVELOPMENT, is_of_training, measurement_key, read_run, weights_of
-from loopdropout_trainer.results.sweep_folder import RUN_NAME
+from loopdropout_trainer.results.sweep_folder import RUN_NAME, folder_of_run
 
 
 LOOP_METRICS = ("loss", "loss_reduction", "readout_loss", "readout_token_accuracy")
@@ -59,6 +60,26 @@ def split_choices(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
         else:
             shown.append(row)
     return shown, of_choice
+
+
+def describe_choice_reason(of_choice: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]]) -> str:
+    """Return why losses of `split_choices` are left out, with the command that measures all seeds unless it already has.
+
+    Args:
+        of_choice: Results that are left out.
+        shown: The other results.
+    """
+    reason = "they only served the choice of a learning rate."
+    if not of_choice:
+        return reason
+    measured_later = {measurement_key(row) for row in shown if row.get("adapter")}  # by `diagnose`
+    if all(measurement_key(row) in measured_later for row in of_choice):
+        return f"{reason} The results of `diagnose` are shown instead."
+    run = of_choice[0]["folder"]
+    sweep = folder_of_run(run)
+    if sweep is None:  # a copy of the run
+        return f"{reason} `{join_command('diagnose', run)}` measures such losses, in the same way for the run of each seed."
+    return f"{reason} `{join_command('diagnose', sweep)}` measures all seeds alike."
 
 
 def _is_loop_loss_of_sweep(row: dict[str, Any]) -> bool:

@@ -16,10 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.errors import UserError, closest_match, find_unusable, short_repr
+from loopdropout_trainer.errors import UserError, find_unusable, short_repr
 from loopdropout_trainer.files import (
     checkpoint_step,
     describe_version,
+    folder_hint,
     is_checkpoint,
     lock_file,
     parse_json,
@@ -148,8 +149,7 @@ def check_results_folder(folder: str | Path) -> None:
     if path.is_dir():
         return
     if not path.exists():
-        siblings = [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
-        raise UserError(f"The folder {folder} does not exist.{closest_match(path.name, siblings)}")
+        raise UserError(f"The folder {folder} does not exist.{folder_hint(folder)}")
     meant = str(path.parent)
     if path.suffix in (".yaml", ".yml") and path.name != RECIPE_FILE:  # not of a run
         meant = load_recipe(path).get("output_dir") or "its `output_dir`"

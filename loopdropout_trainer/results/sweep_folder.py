@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from loopdropout_trainer.errors import count, join_command
 from loopdropout_trainer.files import lock_file, lock_path, read_json_object, write_file
 from loopdropout_trainer.results.run_files import has_trained
+from loopdropout_trainer.results.sweep_scores import NON_FINITE, read_score
 
 
 SETTINGS_FILE = "sweep_recipe.yaml"
@@ -172,8 +173,35 @@ def find_choosing_task(summary: dict[str, dict[str, Any]], method: str) -> str |
 
 def describe_unchosen(folder: str | Path) -> dict[str, str]:
     """Return the reason, if it is known, why each method of the sweep in a folder has no learning rate yet."""
-    choices = read_summary(folder).get("choices", {})
-    return {method: choice.get("remark") or "" for method, choice in choices.items() if choice["best"] is None}
+    summary = read_summary(folder)
+    reasons = {}
+    for method, choice in summary.get("choices", {}).items():
+        if choice["best"] is not None:
+            continue
+        reasons[method] = choice.get("remark") or ""
+        if choice.get("rates") and _is_scored_since(folder, summary, method):
+            reasons[method] = (
+                "Every learning rate has a score now, and the same `loopdropout sweep` command compares them."
+            )
+    return reasons
+
+
+def _is_scored_since(folder: str | Path, summary: dict[str, dict[str, Any]], method: str) -> bool:
+    """Return whether every learning rate of a method has a score that counts, also after the last word of its sweep.
+
+    The last run can outlive a sweep that is killed.
+    """
+    if summary.get("other_code", {}).get(method):
+        return False
+    select_on = find_choosing_task(summary, method)
+    runs = [Path(folder, name) for name in summary.get("waiting", {}).get(method, ())]
+    for rate in summary["choices"][method]["rates"]:
+        of_rate = [*Path(folder, method).glob(f"lr_{rate:.6g}/seed_*")]
+        if not of_rate:
+            return False
+        runs += of_rate
+    scores = [read_score(run, select_on) for run in runs]
+    return None not in scores and max(scores) > NON_FINITE
 
 
 def describe_choice(method: str, best: float, remark: str = "") -> str:
@@ -182,13 +210,24 @@ def describe_choice(method: str, best: float, remark: str = "") -> str:
 
 
 def describe_choices(folder: str | Path) -> list[str]:
-    """Return a line about the learning rate of each method that the sweep in a folder has chosen."""
-    choices = read_summary(folder).get("choices", {})
-    return [
-        describe_choice(method, choice["best"], choice.get("remark") or "")
-        for method, choice in choices.items()
-        if choice["best"] is not None
-    ]
+    """Return a line about the learning rate of each method that the sweep in a folder has chosen.
+
+    A remark that several methods share has one line below them, which names the methods.
+    """
+    methods: dict[str, list[str]] = {}  # by their remark
+    chosen = {}
+    for method, choice in read_summary(folder).get("choices", {}).items():
+        if choice["best"] is not None:
+            chosen[method] = choice
+            methods.setdefault(choice.get("remark") or "", []).append(method)
+    lines = []
+    for method, choice in chosen.items():
+        remark = choice.get("remark") or ""
+        lines.append(describe_choice(method, choice["best"], remark if len(methods[remark]) == 1 else ""))
+    for remark, names in methods.items():
+        if remark and len(names) > 1:
+            lines.append(f"{', '.join(names)}: {remark}")
+    return lines
 
 
 def describe_progress(folder: str | Path) -> str:

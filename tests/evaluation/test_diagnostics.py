@@ -462,12 +462,14 @@ def test_diagnosed_seeds_of_a_sweep_are_measured_alike(sweep, capsys):
     (run / "recipe.yaml").write_text(
         f"{settings}single_loop_batches: 0\n"
     )  # of the final runs: no seed has such losses
-    assert 9 not in {*load_results(sweep)["n"]}
+    results = load_results(sweep)
+    command = f"`loopdropout diagnose {sweep}` measures all seeds alike."
+    assert 9 not in {*results["n"]} and command in results.attrs["left_out"]
     (run / "recipe.yaml").write_text(settings)
     load_script("recipes/diagnose.py").main([str(sweep), "--diagnostics", "single_loop"])
     results = load_results(sweep)
     assert 9 not in {*results["n"]} and len({*results.query("metric == 'loss_reduction'")["n"]}) == 1
-    assert "because they only served the choice of a learning rate" in results.attrs["left_out"]
+    assert "choice of a learning rate. The results of `diagnose` are shown instead." in results.attrs["left_out"]
     with (run / "recipe.yaml").open("a") as file:
         file.write("single_loop_batches: 1\n")  # then they are the training's own
     groups = split_reductions(load_results(sweep))

@@ -883,6 +883,12 @@ def test_report_shows_the_rates_of_a_sweep(tmp_path, capsys):
     report.main([str(tmp_path / "mine")])
     chosen = f"The sweep in {tmp_path}/mine has chosen:\n  lora: learning rate 0.002. {remark}\n"
     assert chosen in capsys.readouterr().out
+    others = {name: {"rates": [0.001], "best": 0.001, "remark": remark} for name in ("coto", "taper")}
+    update_summary(tmp_path / "mine", choices={**others, "plain": {"rates": [0.001], "best": 0.001, "remark": ""}})
+    report.main([str(tmp_path / "mine")])
+    out = capsys.readouterr().out  # a remark that methods share is there once
+    assert out.count(remark) == 1 and f"\n  lora, coto, taper: {remark}\n" in out
+    assert "\n  lora: learning rate 0.002.\n  coto: learning rate 0.001.\n" in out
 
 
 def test_own_table_leaves_out_runs_that_only_chose(tmp_path, capsys):
@@ -1026,6 +1032,21 @@ def test_method_without_a_chosen_rate_is_left_out(finished_sweep, capsys, remark
         assert {*pd.read_csv(folder / f"{name}.csv")["method"]} <= {"LoRA", "base model"}
     text, _ = report_on(finished_sweep, capsys, filter={"task": "b"})
     assert "Missing" in text and "69" not in text
+
+
+def test_scores_after_the_end_of_a_sweep_count(finished_sweep, capsys):
+    """A run can outlive its sweep, whose last word is that a score is missing."""
+    remark = "Not every learning rate has a score."
+    choices = {"loop_dropout": {"rates": [0.001, 0.002], "best": None, "remark": remark}}
+    waiting = {"loop_dropout": ["loop_dropout/lr_0.002/seed_1"]}
+    update_summary(finished_sweep, choices=choices, waiting=waiting, trainings={"loop_dropout": [1, 3]})
+    text, _ = report_on(finished_sweep, capsys)
+    assert remark not in text
+    assert "Every learning rate has a score now, and the same `loopdropout sweep` command compares them." in text
+    for missing in ({"other_code": waiting}, {"waiting": {"loop_dropout": ["loop_dropout/lr_0.002/seed_3"]}}):
+        update_summary(finished_sweep, other_code={"loop_dropout": []}, waiting=waiting)
+        update_summary(finished_sweep, **missing)
+        assert remark in report_on(finished_sweep, capsys)[0]
 
 
 def test_own_table_without_papers_numbers_has_plain_heads(finished_sweep, capsys):
@@ -1175,8 +1196,17 @@ def test_file_of_a_run_names_its_folder(tmp_path):
     for file, folder in meant.items():
         with user_error(f"{tmp_path}/{file} is a file. Give the folder of its results, {folder}."):
             report.main([f"{tmp_path}/{file}"])
-    with user_error(f"The folder {tmp_path}/rum does not exist. Did you mean 'run'?"):
+    with user_error(f"The folder {tmp_path}/rum does not exist. Did you mean '{tmp_path}/run'?"):
         report.main([f"{tmp_path}/rum"])
+
+
+def test_missing_file_of_a_table_is_no_recipe(tmp_path):
+    """Its name is close to that of another file, or of a table of the package."""
+    write(tmp_path / "run", [{"value": 50.0}])
+    (tmp_path / "mine.yaml").write_text("title: Mine")
+    for name, meant in {"mien.yaml": f"{tmp_path}/mine.yaml", "math_man.yaml": "math_main"}.items():
+        with user_error(f"or `all`, but there is no file {tmp_path}/{name}. Did you mean '{meant}'?"):
+            report.main([f"{tmp_path}/run", "--tables", f"{tmp_path}/{name}"])
 
 
 def test_readouts_and_chosen_gates_are_not_the_answer(tmp_path, capsys):

@@ -18,6 +18,7 @@ from helpers.tiny import DORY, TINY, tiny_hrm
 from loopdropout_trainer import load_adapter, load_model, merge_and_save
 from loopdropout_trainer.evaluation import LoopedLM
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.results.run_files import read_results
 from loopdropout_trainer.saving import loading
 from loopdropout_trainer.saving.facts import ALL_KINDS
 from loopdropout_trainer.saving.loading import ModelLoader, load
@@ -431,6 +432,26 @@ def test_merging_a_run_again_gives_the_merged_model_of_its_training(places, tmp_
     load_script("recipes/merge.py").main([str(places["run"]), "--output_dir", str(tmp_path / "again")])
     first, again = (load_file(folder / "model.safetensors") for folder in (places["merged"], tmp_path / "again"))
     torch.testing.assert_close(again, first, rtol=0, atol=0)
+
+
+def test_missing_folder_names_the_closest_one(tmp_path, monkeypatch):
+    """Also if another folder of its path has the mistake. A path of two names could be one on the Hub."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("sweep/lora/lr_0.001/seed_1", "sweep/lora/lr_0.004/seed_1/checkpoint-2", "sweep/lora/lr_0.1/other"):
+        Path(name).mkdir(parents=True)
+    meant = {
+        "sweep/lora/lr_0.04/seed_1": "sweep/lora/lr_0.004/seed_1",
+        f"{tmp_path}/swep/lroa/lr_0.001/seed_2": f"{tmp_path}/sweep/lora/lr_0.001/seed_1",
+        "sweep/lora/lr_0.004/seed_1/checkpoint-3": "sweep/lora/lr_0.004/seed_1/checkpoint-2",
+        "swep/lora": "sweep/lora",
+        "swep": "sweep",
+    }
+    for name, folder in meant.items():
+        for read in (find_source, read_results):
+            with user_error(f"{name}.* Did you mean '{folder}'"):
+                read(name)
+    with user_error(r"The folder nothing/like/it does not exist\.$"):
+        find_source("./nothing/like/it")
 
 
 WRONG = {
