@@ -314,24 +314,41 @@ _BESIDE_CONTENT = ("role", "content", "name", "id", "tool_call_id")
 
 
 def _check_keys(turn: Mapping[str, Any], chat_template: Any) -> None:
-    """Raise UserError if a turn without content has a text under a key that is a mistake.
-
-    Other keys can replace the content: `tool_calls`, and those that the chat template reads, such as `reasoning_content`.
-    """
-    if turn.get("content") is not None or turn.get("tool_calls"):
+    """Raise UserError if a turn without content has a text under a key that is a mistake."""
+    if turn.get("content") is not None or _replaces_content(turn, chat_template):
         return
     keys = [key for key, value in turn.items() if value is not None]
-    others = [key for key in keys if key not in _BESIDE_CONTENT]
-    for key in others:
-        if re.search(rf"""[.'"]{re.escape(key)}\b""", str(chat_template)):
-            return  # the template reads it
-    texts = [key for key in others if isinstance(turn[key], str | list)]
+    texts = [key for key in keys if key not in _BESIDE_CONTENT and isinstance(turn[key], str | list)]
     if not texts:
         return
     fix = ""
     if len(texts) == 1:
         fix = f" Rename `{texts[0]}` to `content`."
     raise UserError(f"A turn must have `content`, got the keys {', '.join(keys)}.{fix}")
+
+
+def _replaces_content(turn: Mapping[str, Any], chat_template: Any) -> bool:
+    """Return whether a turn needs no content, because it has `tool_calls`, or `reasoning_content` that the template reads."""
+    if turn.get("tool_calls"):
+        return True
+    others = [key for key, value in turn.items() if value is not None and key not in _BESIDE_CONTENT]
+    return any(re.search(rf"""[.'"]{re.escape(key)}\b""", str(chat_template)) for key in others)
+
+
+def check_filled(turns: Any, chat_template: Any) -> None:
+    """Raise UserError if a turn has no content, and nothing that replaces it. Templates write it as empty, or as "None".
+
+    Args:
+        turns: Conversation with TRL's keys, or another value, which has no turns.
+        chat_template: Text of the chat template of the training, a mapping of several ones, or None.
+    """
+    if not isinstance(turns, list):
+        return
+    for turn in turns:
+        if not isinstance(turn, dict) or "role" not in turn:
+            continue  # which `check_turns` explains
+        if turn.get("content") is None and not _replaces_content(turn, chat_template):
+            raise UserError(f"{_wrong_turn(turn)} Write its text, or remove the conversation.")
 
 
 def check_turns(name: str, target: Any) -> None:
@@ -358,10 +375,9 @@ def _wrong_turn(turn: Any) -> UserError:
 
 
 def check_complete(example: Mapping[str, Any]) -> None:
-    """Raise UserError unless the columns of an example are all texts, or all conversations, whose turns have a content.
+    """Raise UserError unless the columns of an example are all texts, or all conversations with turns.
 
-    TRL's trainers need it. A recipe leaves out examples without a text. A turn with another key that is not empty, such as
-    `tool_calls`, needs no content.
+    TRL's trainers need it. A recipe leaves out examples without a text.
 
     Args:
         example: Columns of an example, with TRL's keys in conversations.
@@ -376,10 +392,6 @@ def check_complete(example: Mapping[str, Any]) -> None:
                 f"`{name}` must be a text or a list of turns with `role` and `content`, got {short_repr(value)}."
             )
         kinds.append(f"a list as `{name}`")
-        for turn in value:
-            has_other = any(item for key, item in turn.items() if key != "role")
-            if turn.get("content") is None and not has_other:  # templates would write the word None
-                raise _wrong_turn(turn)
     if len({type(value) for value in example.values()}) > 1:
         raise UserError(
             f"{enumerate_columns(example)} must be all texts or all lists of turns with `role` and `content`, got "

@@ -25,6 +25,7 @@ from loopdropout_trainer.data.examples import Examples, LeftOut
 from loopdropout_trainer.data.formats import (
     TARGETS,
     check_contents,
+    check_filled,
     check_roles,
     has_text,
     join_text_parts,
@@ -196,6 +197,8 @@ def _has_texts(row: Row, args: DataArguments, columns: Sequence[str], chat_templ
             return False
         if name in TARGETS and not has_text(name, value):
             return False
+    for value in example.values():  # of a row that is not left out
+        check_filled(value, chat_template)
     return True
 
 

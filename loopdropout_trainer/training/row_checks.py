@@ -17,6 +17,7 @@ from loopdropout_trainer.data.formats import (
     check_answer,
     check_complete,
     check_contents,
+    check_filled,
     check_roles,
     check_turns,
     has_text,
@@ -63,6 +64,7 @@ class RowReader(NamedTuple):
                 check_turns(name, turns)
                 check_roles(turns, self.chat_template)
                 check_contents(turns, self.chat_template)
+                check_filled(turns, self.chat_template)
             check_complete(given)
             if self.assistant_only_loss:
                 target = list(given)[-1]  # the completion of a pair, whose prompt is not trained on

@@ -530,6 +530,24 @@ def test_turns_without_role_or_text_raise(load, bytes_tokenizer, turn):
         load(None, [{"messages": [turn]}], bytes_tokenizer)
 
 
+USER, ASSISTANT = conversation(("user", "Hi"), ("assistant", "Hello"))
+EMPTY_TURNS = [{"role": "assistant", "content": None}, {"role": "assistant", "content": None, "name": "bot"}]
+EMPTY_TURNS += [{"role": "user", "content": None}, {"role": "user"}]
+
+
+@pytest.mark.parametrize("turn", EMPTY_TURNS)
+def test_turns_without_content_raise(load, bytes_tokenizer, config, turn):
+    """The command and the trainers do not train on them as on empty texts."""
+    row = {"messages": [turn, USER, ASSISTANT]}
+    fault = "A turn must have a `role` and a text as `content`, .* Write its text, or remove the conversation.$"
+    with user_error(f"Row 2 of .*: {fault}"):
+        load(None, [{"messages": [USER, ASSISTANT]}, row], bytes_tokenizer)
+    with user_error(f"Row 1 of `train_dataset`: {fault}"):
+        LoopDropoutSFTTrainer(
+            tiny_ouro(), config(), train_dataset=Dataset.from_list([row]), processing_class=bytes_tokenizer
+        )
+
+
 @pytest.mark.parametrize("num_sound", [0, 3])
 def test_texts_of_turns_under_another_key_raise(load, bytes_tokenizer, num_sound):
     """All turns have it, or some. Keys that replace the content, and empty ones, are no mistakes."""
