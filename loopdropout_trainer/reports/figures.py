@@ -96,7 +96,9 @@ def overview_figure(results: pd.DataFrame) -> Any:
     of_base = is_of_base(own)
     by_number = own[of_base & (own["metric"] == "last_number")].assign(method=f"{BASE_MODEL}, last number")
     accuracy = own.query("metric == 'accuracy'")
+    about_base = ""
     if len(by_number):
+        about_base = _describe_base_points(accuracy[is_of_base(accuracy)])
         accuracy = pd.concat([accuracy[~is_of_base(accuracy)], by_number])
     groups = split_reductions(results)
     # A run can have those of its reference solutions and of held-out examples, or of different numbers of them.
@@ -123,10 +125,36 @@ def overview_figure(results: pd.DataFrame) -> Any:
     data["panel"] = pd.Categorical(data["panel"], [panel for panel in panels if panel in {*data["panel"]}])
     data = data.sort_values("panel", kind="stable")
     axes = pd.DataFrame(labels, [*panels])
-    figure = line_plot(data, "loop", axes, f"Results on {task}", caption=describe_points(data))
+    drawn = pd.concat([of_all_loops.sort_values("num_loops", kind="stable"), accuracy.dropna(subset="loop")])
+    caption = "\n".join(filter(None, [describe_points(data), about_base, _describe_problems(drawn)]))
+    figure = line_plot(data, "loop", axes, f"Results on {task}", caption=caption)
     if has_one_depth and hasattr(figure, "items"):  # a figure of several panels
         figure.items[0] += mark_training_depth(trained[0])
     return figure
+
+
+def _describe_base_points(accuracy: pd.DataFrame) -> str:
+    """Return the sentences about a base model that is drawn by its last number, with its accuracies in percent."""
+    text = "The base model is scored by its last number in any format, and the other methods are not."
+    if accuracy.empty:
+        return text
+    least, most = f"{accuracy['value'].min():.2f}", f"{accuracy['value'].max():.2f}"
+    values = f"{least}%" if least == most else f"{least} to {most}%"
+    return f"{text} In their format, as in the table, its accuracy is {values}."
+
+
+def _describe_problems(accuracy: pd.DataFrame) -> str:
+    """Return the sentence about the problems of a figure's accuracies, or "" if all are on the same number of them."""
+    counted = accuracy.dropna(subset="n")
+    if counted["n"].nunique() < 2:
+        return ""
+    places = "at K = " + counted["num_loops"].astype(int).astype(str)
+    places = places.where(counted["loop"].isna(), "with the adapter in one loop")
+    texts = []
+    for place, sizes in counted.groupby(places, sort=False)["n"]:
+        numbers = " or ".join(f"{size:,.0f}" for size in sorted(sizes.unique()))
+        texts.append(f"{numbers} {place}")
+    return f"The numbers of problems differ: {', '.join(texts)}."
 
 
 def loss_curves(results: pd.DataFrame) -> pd.DataFrame:

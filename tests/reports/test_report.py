@@ -1665,6 +1665,14 @@ def test_overview_figure_has_three_panels(quickstart):
     assert panels[2]["LoRA, lr 0.001", 1] == 5  # the training's own
     (base,) = [label for label, _ in panels[0].index if label.startswith("base model")]
     assert base.startswith("base model, last number") and panels[0][base, 4] == 73.2  # not 0 by its format
+    caption = " ".join(plot.items[0].labels.caption.split())
+    assert caption.endswith("In their format, as in the table, its accuracy is 0.00 to 1.00%.")
+    write(quickstart / "LoRA 0.002/evaluation", [{"num_loops": 8, "n": 5, "value": 50.0}], training="of 0.002")
+    (figure, *_) = figures.overview_figure(frames.load_results(quickstart)).items
+    assert (
+        "problems differ: 20 at K = 2, 20 at K = 4, 5 at K = 8, 20 at K = 10, 20 with the adapter in one loop."
+        in " ".join(figure.labels.caption.split())
+    )
     is_line = [type(layer.geom).__name__ == "geom_vline" for layer in plot.items[0].layers]
     assert any(is_line) == (results.query("task == 'training'")["num_loops"].nunique() == 1)
     axes = [(panel.labels.x, panel.labels.y) for panel in plot.items]
