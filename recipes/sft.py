@@ -41,8 +41,6 @@ def main(argv: list[str] | None = None) -> None:
     # Tokenizer and data
     tokenizer = job.load_tokenizer()
     dataset = job.load_data(tokenizer, training_args.max_length)
-    if script_args.single_loop_batches and "eval" not in dataset:
-        raise UserError("`num_eval_examples` must be at least 1 if `single_loop_batches` is set.")
     if script_args.preview is not None:
         examples = job.loaded.find_examples(script_args.preview)
         if not examples:

@@ -32,6 +32,7 @@ from loopdropout_trainer.errors import (
     count,
     hint_at_login,
     hint_at_own_file,
+    is_unreachable,
     short_repr,
 )
 from loopdropout_trainer.results.run_files import DEVELOPMENT
@@ -95,15 +96,52 @@ def load_benchmarks(
             tasks.append(own_benchmark(name, **own_benchmarks[name]))
         elif name == DEVELOPMENT:
             tasks.append(development_task(preparation, held_out))
-        elif name.endswith(".yaml") and str(Path(name).resolve()) not in IMPORTED:
-            fix = choose_advice(
-                f"Add `--import {name}` to the command line.",
-                f"Allow it first by `loopdropout_trainer.settings.recipe.import_files([{name!r}])`.",
-            )
-            raise UserError(f"{name} can run code, as any task file of lm-eval. {fix}")
         else:
+            _check_task_file(name)
             tasks += load_task(name, revisions.get(name), limit).values()
     return tasks
+
+
+def check_benchmarks(
+    names: Sequence[str],
+    own_benchmarks: Mapping[str, Mapping[str, Any]],
+    preparation: str | None,
+    num_held_out: int | None,
+) -> None:
+    """Raise the errors of `load_benchmarks` that need no dataset of the Hub, so that a plan finds them before a training.
+
+    Args:
+        names, own_benchmarks, preparation: As in `load_benchmarks`.
+        num_held_out: Number of held-out examples, or None if only the loaded examples tell it.
+
+    Raises:
+        UserError: If there is no such task, or an own benchmark cannot be made of its files.
+    """
+    for name in names:
+        if name in own_benchmarks:
+            check_own_benchmark(name, own_benchmarks[name])
+            try:
+                own_benchmark(name, **own_benchmarks[name])
+            except UserError as error:
+                if not is_unreachable(error):  # its files may be on the Hub, which a plan does not need
+                    raise
+        elif name == DEVELOPMENT:
+            _check_development(preparation, num_held_out)
+        elif name.endswith(".yaml"):
+            _check_task_file(name)
+        else:
+            _find_manager(name)
+
+
+def _check_task_file(name: str) -> None:
+    """Raise UserError if a task is a file of lm-eval that `--import` does not allow."""
+    if not name.endswith(".yaml") or str(Path(name).resolve()) in IMPORTED:
+        return
+    fix = choose_advice(
+        f"Add `--import {name}` to the command line.",
+        f"Allow it first by `loopdropout_trainer.settings.recipe.import_files([{name!r}])`.",
+    )
+    raise UserError(f"{name} can run code, as any task file of lm-eval. {fix}")
 
 
 def check_own_benchmark(name: str, fields: Mapping[str, Any]) -> None:
@@ -229,14 +267,21 @@ def development_task(preparation: str | None, examples: Dataset | None) -> Task:
     Raises:
         UserError: if the examples do not have questions with answers that can be scored.
     """
-    if preparation not in SCORED_LIKE or not examples:
-        origin = f"of {preparation}" if preparation else "without a preparation"
-        raise UserError(
-            f"The task `{DEVELOPMENT}` must have held-out examples (`num_eval_examples`) of the preparation "
-            f"{', '.join(SCORED_LIKE)}, got {count(len(examples or ()), 'example')} {origin}. With your own data, name an "
-            "own benchmark. The field `select_on` of a sweep can also be `eval_loss`."
-        )
+    _check_development(preparation, len(examples or ()))
     return task_of_rows(DEVELOPMENT, SCORED_LIKE[preparation], examples)
+
+
+def _check_development(preparation: str | None, num_held_out: int | None) -> None:
+    """Raise UserError if held-out examples cannot be a task. `num_held_out`: None if their number is not known yet."""
+    if preparation in SCORED_LIKE and num_held_out != 0:
+        return
+    got = "examples" if num_held_out is None else count(num_held_out, "example")
+    origin = f"of {preparation}" if preparation else "without a preparation"
+    raise UserError(
+        f"The task `{DEVELOPMENT}` must have held-out examples (`num_eval_examples`) of the preparation "
+        f"{', '.join(SCORED_LIKE)}, got {got} {origin}. With your own data, name an own benchmark. The field `select_on` of a "
+        "sweep can also be `eval_loss`."
+    )
 
 
 @preserved_random_states()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from loopdropout_trainer.costs.published import PUBLISHED_TASKS
+from loopdropout_trainer.data.arguments import count_held_out, has_held_out
 from loopdropout_trainer.data.files import check_files
+from loopdropout_trainer.data.preparations import SCORED_LIKE
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gates import RULES, LoopDropout
+from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.saving.pushing import check_repository
 from loopdropout_trainer.settings.arguments import ScriptArguments
 from loopdropout_trainer.training.argument_checks import check_trackers
@@ -41,3 +47,43 @@ def _check_pushes(script: ScriptArguments, training: GateConfig) -> None:
             "Set either `push_to_hub` or `push_merged_to_hub`, not both, because both push to `hub_model_id`. Push the "
             "merged model to another repository by `loopdropout merge`."
         )
+
+
+def check_measurements(options: ScriptArguments, recipe: Mapping[str, Any]) -> None:
+    """Raise UserError for settings that the measurements after a training would refuse, without loading problems.
+
+    A plan and the start of a training or a sweep check them, so that a mistyped name does not cost the trainings before.
+
+    Args:
+        options: Steps after the training.
+        recipe: Recipe of the training.
+    """
+    _check_tasks(options, recipe)
+    uses_all_depths = options.merge or options.eval_num_loops
+    rule = recipe.get("rule", LoopDropout.name)
+    if uses_all_depths and not RULES[rule].mergeable:
+        raise UserError(
+            f"`merge` and `eval_num_loops` must not be set for {rule!r}, whose update differs between loops."
+        )
+    if getattr(options, "single_loop_batches", 0) and not has_held_out(recipe):  # only `sft` has the field
+        raise UserError("`num_eval_examples` must be at least 1 if `single_loop_batches` is set.")
+
+
+def _check_tasks(options: ScriptArguments, recipe: Mapping[str, Any]) -> None:
+    """Raise UserError for a task that does not exist or cannot be made."""
+    names = [*(options.benchmarks or ())]
+    diagnosed = getattr(options, "diagnose_task", None)  # only `sft` has the field
+    if diagnosed:
+        names.append(diagnosed)
+    own_benchmarks, preparation = options.own_benchmarks or {}, recipe.get("preparation")
+    num_held_out = None if recipe.get("eval_files") else count_held_out(recipe)
+    has_development = preparation in SCORED_LIKE and num_held_out != 0
+    unsure = []  # apart from them, lm-eval, which takes seconds to import, stays out of a plan
+    for name in names:
+        is_known = name in PUBLISHED_TASKS or (name == DEVELOPMENT and has_development)
+        if name in own_benchmarks or not is_known:
+            unsure.append(name)
+    if unsure:
+        from loopdropout_trainer.evaluation.loading import check_benchmarks
+
+        check_benchmarks(unsure, own_benchmarks, preparation, num_held_out)

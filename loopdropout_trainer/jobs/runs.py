@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import find_unwritable
+from loopdropout_trainer.jobs.checks import check_measurements
 from loopdropout_trainer.results.imported_code import find_other_code, find_unused_changes
 from loopdropout_trainer.results.recipe_changes import LENGTH, MEASURED, RESUMABLE, UNCOMPARED, find_difference
 from loopdropout_trainer.results.run_files import has_trained, is_finished
@@ -96,11 +97,7 @@ class Run(NamedTuple):
 
     def check(self) -> None:
         """Raise UserError if settings exclude each other."""
-        uses_all_depths = self.script_args.merge or self.script_args.eval_num_loops
-        if uses_all_depths and not self.args.make_rule().mergeable:
-            raise UserError(
-                f"`merge` and `eval_num_loops` must not be set for {self.args.rule!r}, whose update differs between loops."
-            )
+        check_measurements(self.script_args, self.recipe)
         if self.script_args.merge and shards_weights(self.args):
             raise UserError(
                 "`merge` must be false under ZeRO-3 and FSDP, because no process has all weights. Merge the saved adapter by "

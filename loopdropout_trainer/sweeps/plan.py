@@ -13,6 +13,7 @@ from loopdropout_trainer.costs.trainings import Training, describe_costs, find_o
 from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.files import find_unwritable
 from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.jobs.checks import check_measurements
 from loopdropout_trainer.jobs.plan import (
     describe_early_stop,
     describe_length,
@@ -93,8 +94,9 @@ def _load_examples(sweep: Any) -> dict[str, SweepExamples | NotLoaded]:
     """Return the examples of each method of a sweep, or nothing for another script, whose examples are not known.
 
     Raises:
-        UserError: If there is a mistake in the data.
+        UserError: If there is a mistake in the data, or in the tasks of a run, which are checked first because it is faster.
     """
+    _check_measurements(sweep)
     return load_sweep_examples(sweep) if sweep.script in CONFIGS else {}
 
 
@@ -357,20 +359,25 @@ def _count_final_runs(sweep: Any, method: str) -> int:
 
 
 def _read_options(recipe: Mapping[str, Any]) -> SFTArguments:
-    """Return the steps after the trainings of a recipe, of which a plan reads the measurements.
-
-    Raises:
-        UserError: If the trainings would refuse the name or the fields of an own benchmark.
-    """
-    (options,) = build_part((SFTArguments,), {**recipe, "merge": False})
-    own_benchmarks = options.own_benchmarks or {}
-    named = [name for name in options.benchmarks or () if name in own_benchmarks]
-    if named:
-        from loopdropout_trainer.evaluation.loading import check_own_benchmark  # it loads lm-eval
-
-        for name in named:
-            check_own_benchmark(name, own_benchmarks[name])
+    """Return the steps after the trainings of a recipe, of which a plan reads the measurements."""
+    (options,) = build_part((SFTArguments,), recipe)
     return options
+
+
+def _check_measurements(sweep: Any) -> None:
+    """Raise UserError for a measurement that a run of a sweep would refuse after others have been trained."""
+    checked = set()
+    for recipes in sweep.recipes.values():
+        runs = [recipes.final]
+        if not sweep.full_grid:
+            runs.append(recipes.selecting)
+        for recipe in runs:
+            options = _read_options(recipe)
+            data = [recipe.get(name) for name in ("preparation", "num_eval_examples", "eval_files", "rule")]
+            key = repr((options, data))
+            if key not in checked:  # own benchmarks read their files
+                checked.add(key)
+                check_measurements(options, recipe)
 
 
 def _list_measurements(sweep: Any, method: str) -> list[str]:

@@ -672,7 +672,7 @@ MISTAKES = [
     ("sft", "--num_eval_examples 0", "`num_eval_examples` must be at least 1"),
     (
         "sft",
-        "--num_eval_examples 0 --eval_strategy steps",
+        "--num_eval_examples 0 --single_loop_batches 0 --eval_strategy steps",
         "if `eval_strategy` is steps, because there is no held-out",
     ),
     (

@@ -256,7 +256,7 @@ def test_plan_has_the_modules_of_the_adapter_that_trains(plan, tmp_path):
 
 
 def test_plan_counts_the_problems_of_own_benchmarks(plan):
-    """Which the limit only bounds. Those of a file that is not here are not counted."""
+    """Which the limit only bounds. Those of a file on the Hub, which cannot be reached, are not counted."""
     own = '{"mine":{"files":"problems.jsonl","like":"gsm8k"}}'
     words = [
         "--num_eval_examples 2 --benchmarks mine --evaluate_base false --benchmark_limit 500 --own_benchmarks",
@@ -265,8 +265,30 @@ def test_plan_counts_the_problems_of_own_benchmarks(plan):
     write_lines(Path("problems.jsonl"), [{"question": "1 + 1?", "answer": "#### 2"}] * 3)
     lines = "\n".join(plan(PAIRS, *words))
     assert "evaluate mine (3 problems)\n" in lines and "at most 3 problems and 768 generated tokens" in lines
-    lines = "\n".join(plan(PAIRS, *words[:1], own.replace("problems", "missing")))
+    hub_file = "hf://datasets/user/name/problems.jsonl"
+    lines = "\n".join(plan(PAIRS, *words[:1], own.replace("problems.jsonl", hub_file)))
     assert "evaluate mine, at most 500 problems each\n" in lines and "at most 500 problems and 128,000" in lines
+
+
+OWN = '--benchmarks mine --own_benchmarks {{"mine":{{"files":"{}.jsonl","like":"gsm8k"}}}}'
+
+
+@pytest.mark.parametrize(("words", "error"), [
+    ("--benchmarks gsm9k", "`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"),
+    ("--diagnose_task gsm9k", "`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"),
+    ("--benchmarks mine.yaml", "mine.yaml can run code"),
+    ("--benchmarks development", "The task `development` must have held-out examples"),
+    ("--single_loop_batches 1", "`num_eval_examples` must be at least 1 if `single_loop_batches` is set."),
+    (OWN.format("none"), "The file none.jsonl does not exist."),
+    (OWN.format("rows"), "The task `mine` cannot be loaded: .*question.* the columns are prompt, completion"),
+])  # fmt: skip
+def test_plan_refuses_tasks_that_cannot_be_measured(plan, monkeypatch, words, error):
+    """As the training does before it trains."""
+    from loopdropout_trainer.evaluation import loading
+
+    load_manager = loading._load_manager  # lm-eval's index takes 10 seconds
+    monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
+    assert plan(PAIRS, words, error=error) == []
 
 
 def test_plan_has_every_setting_that_changes_the_training(plan):

@@ -31,6 +31,7 @@ from helpers.processes import PATIENCE, ForkedPopen, Program, python, wait_for
 from loopdropout_trainer import hub
 from loopdropout_trainer.costs.evaluations import HOW_TO_TIME
 from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.evaluation import loading
 from loopdropout_trainer.files import TINY_OURO_PATH, lock_folder
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.jobs import training_data
@@ -1363,13 +1364,31 @@ def test_sweep_rejects_invalid_fields(lab, fields, message):
         lab.sweep(**fields)
 
 
-def test_plan_of_a_sweep_checks_its_own_benchmarks(lab):
-    """As each of its trainings does, which would fail after others."""
+def test_plan_of_a_sweep_checks_its_measurements(lab, monkeypatch):
+    """As each of its trainings does, which would fail after others. Runs that choose no learning rate are not checked."""
+    load_manager = loading._load_manager  # lm-eval's index takes 10 seconds
+    monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
     own = {"files": str(lab.folder / "none.jsonl"), "like": "gsm8k"}
-    lab.sweep(measure={"benchmarks": ["gsm8k"], "own_benchmarks": {"gsm8k": own}})
-    for option in ("--dry_run", "--print_commands"):
-        with user_error("must not have the name of a task .* got 'gsm8k'. Choose another name."):
-            sweep.main([lab.file, option, "true"])
+    unknown, compared = "must be a task of lm-eval or one of ", ["lora", "independent"]
+    for fields, error in (
+        ({"measure": {"benchmarks": ["gsm8k"], "own_benchmarks": {"gsm8k": own}}}, "must not have the name of a task"),
+        ({"measure": {"benchmarks": ["mine"], "own_benchmarks": {"mine": own}}}, "none.jsonl does not exist"),
+        ({"measure": {"benchmarks": ["gsm8k", "gsm9k"]}}, f"`gsm9k` {unknown}.* Did you mean 'gsm8k'"),
+        ({"measure": {"diagnose_task": "gsm9k"}}, f"`gsm9k` {unknown}"),
+        ({"select_on": "gsm9k"}, f"`gsm9k` {unknown}"),
+        (
+            {"methods": compared, "measure": {"eval_num_loops": [2]}},
+            "`eval_num_loops` must not be set for 'independent'",
+        ),
+    ):
+        lab.sweep(**fields)
+        for words in (["--dry_run", "true"], ["--print_commands", "true"], []):
+            with user_error(error):
+                sweep.main([lab.file, *words])
+    assert not any(lab.out.rglob("log.txt"))
+    settings = {"num_eval_examples": 0, "single_loop_batches": 0}
+    lab.sweep(learning_rates=[0.01], settings=settings)
+    sweep.main([lab.file, "--dry_run", "true"])
 
 
 @pytest.mark.parametrize(("fields", "message"), [
