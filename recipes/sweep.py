@@ -123,9 +123,10 @@ class Sweep:
                 if name not in choices:
                     hint = closest_match(name, choices) or f" It takes {', '.join(sorted(choices))}."
                     raise UserError(f"`{field}` has no {name!r}.{hint}")
-        if not self.learning_rates or not self.seeds:
-            raise UserError("`learning_rates` and `seeds` must be set.")
         check_fields(self, methods)
+        for field, example in (("learning_rates", "1e-4 3e-4"), ("seeds", "101 102 103")):
+            if not getattr(self, field):
+                raise UserError(f"`{field}` must have at least one value, such as `--{field} {example}`.")
         self.full_grid = self.full_grid or len(self.learning_rates) == 1
         self.loss_chooses_by_default = self.select_on is None and not has_benchmarks(self, methods)
         if self.select_on is None:

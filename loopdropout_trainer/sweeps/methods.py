@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.files import find_recipes_of_name
+from loopdropout_trainer.gates import LoopDropout, make_rule
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, names_of
 from loopdropout_trainer.settings.command_fields import TRAININGS
 from loopdropout_trainer.settings.recipe import check_names, load_recipe, override
@@ -93,13 +94,15 @@ def check_fields(sweep: Any, methods: dict[str, Any]) -> None:
     """Raise UserError if a setting of a sweep or of one of its methods is not a field of its training script.
 
     Otherwise a training would name it, after others have been trained. The fields of a user's own script are not known. A seed
-    or a learning rate that is there twice is an error with any script.
+    or a learning rate that is there twice, and a rule that does not exist, are errors with any script.
 
     Args:
         sweep: `Sweep` of recipes/sweep.py.
         methods: Definition of each method, from `read_methods`.
     """
     _check_repetitions(sweep)
+    for name, definition in methods.items():
+        _check_rule(sweep, name, definition)
     if sweep.script not in TRAININGS:
         return
     places = [("in `settings`", sweep.settings), ("in `measure`", sweep.measure)]
@@ -109,6 +112,31 @@ def check_fields(sweep: Any, methods: dict[str, Any]) -> None:
         places.append((f"of the method {name} in `methods`", own))
     for place, settings in places:
         check_names(settings, sweep.script, place, sweep.__dataclass_fields__)
+
+
+def _check_rule(sweep: Any, name: str, definition: str | dict) -> None:
+    """Raise UserError if a method has no recipe to start from, or its rule does not exist.
+
+    A method that is called as a recipe of the package without its ending gets a hint to this recipe.
+    """
+    path, own = _read_definition(sweep, definition)
+    try:
+        make_rule(own.get("rule", LoopDropout.name))
+    except UserError:
+        recipes = []
+        if isinstance(definition, str):
+            recipes = find_recipes_of_name(f"{definition}.yaml")
+        if not recipes:
+            raise
+        raise UserError(
+            f"`methods` must be rules, recipes (.yaml) or settings, got {definition!r}, which is no rule. Did you mean the "
+            f"recipe {' or '.join(recipes)}?"
+        ) from None
+    if not path:
+        raise UserError(
+            f"`recipe` must be set, such as `--recipe gsm8k.yaml`, because the method {name} is not a recipe itself."
+        )
+    make_rule(_make_final_recipe(sweep, *_read_method(sweep, definition)).get("rule", LoopDropout.name))
 
 
 def has_benchmarks(sweep: Any, methods: dict[str, Any]) -> bool:
@@ -144,7 +172,6 @@ def make_recipes(sweep: Any, definition: str | dict) -> Recipes:
         final["single_loop_batches"] = LOSS_BATCHES
     for name in SET_BY_SWEEP & final.keys():
         raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
-    make_rule(final.get("rule", "loop_dropout"))  # raises UserError if there is no such rule
     return Recipes(_make_selecting_recipe(sweep, override(recipe, own), holds_out), final)
 
 

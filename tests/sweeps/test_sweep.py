@@ -1307,7 +1307,20 @@ def test_sweep_passes_settings_that_can_run_code_as_options(lab):
 
 
 ERRORS = [
-    ({"learning_rates": []}, "`learning_rates` and `seeds` must be set"),
+    ({"learning_rates": []}, "`learning_rates` must have at least one value, such as `--learning_rates 1e-4 3e-4`."),
+    ({"seeds": []}, "`seeds` must have at least one value, such as `--seeds 101 102 103`."),
+    ({"learning_rates": [], "seeds": [], "methods": ["lora", "loop_dropuot"]}, "Did you mean 'loop_dropout'?"),
+    ({"learning_rates": [], "recipe": "", "methods": ["loop_dropuot"]}, "Did you mean 'loop_dropout'?"),
+    (
+        {"recipe": ""},
+        "`recipe` must be set, such as `--recipe gsm8k.yaml`, because the method lora is not a recipe itself.",
+    ),
+    ({"learning_rates": [], "recipe": "quickstrt.yaml"}, "Did you mean 'quickstart.yaml'?"),
+    ({"learning_rates": [], "settings": {"max_stepss": 6}, "script": "sft"}, "Did you mean 'max_steps'?"),
+    (
+        {"methods": ["lora_plus"]},
+        "got 'lora_plus', which is no rule. Did you mean the recipe metamath_gsm/lora_plus.yaml?",
+    ),
     ({"seeds": [1, 2, 1]}, "`seeds` must have different values, got 1 twice. Remove one of them."),
     ({"learning_rates": [1e-3, 0.01, 0.001]}, "`learning_rates` must have different values, got 0.001 twice"),
     ({"script": "sftt"}, "`script` must be sft, dpo or grpo, got 'sftt'. Did you mean 'sft'?"),
