@@ -630,7 +630,7 @@ def test_sweep_checks_the_data_once_before_its_first_run(lab, capsys):
     data = {"train_files": [str(path)], "preparation": None, "num_train_examples": None, "num_eval_examples": 1}
     data |= {"chat_template": "tulu2"}
     methods = [{"lora": "lora", "short": {"max_length": 60}, "loop_dropout": "loop_dropout"}]
-    lab.sweep("sft", settings=data, methods=methods)
+    lab.sweep("sft", settings=data, methods=methods, select_on="eval_loss")
     with patch("loopdropout_trainer.jobs.training_data.load_examples", wraps=training_data.load_examples) as load:
         sweep.main([lab.file, "--dry_run", "true"])
     assert load.call_count == 2  # of three methods
