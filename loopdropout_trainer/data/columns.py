@@ -12,6 +12,7 @@ from accelerate import PartialState
 from transformers.utils import logging
 
 from loopdropout_trainer.data.formats import (
+    TARGETS,
     enumerate_columns,
     find_format,
     guess_columns,
@@ -21,7 +22,7 @@ from loopdropout_trainer.data.formats import (
 )
 from loopdropout_trainer.data.preparations import Row
 from loopdropout_trainer.data.sources import DataSource
-from loopdropout_trainer.errors import UserError, closest_match
+from loopdropout_trainer.errors import UserError, closest_match, count
 
 
 if TYPE_CHECKING:
@@ -236,14 +237,52 @@ def check_one_format(
             numbers.append(number)
     if not numbers:
         return
+    raise UserError(
+        f"{title} must have rows of one format, got {enumerate_columns(found)} instead of {enumerate_columns(columns)} in "
+        f"{_name_places(numbers, describe_row)}. Put the rows of each format into a file of their own, and list the files in "
+        "`datasets` of a recipe or of `SFTDataArguments`."
+    )
+
+
+def check_names(
+    title: str, left_out: Dataset, kept: Dataset, columns: Sequence[str], describe_row: Callable[[int], str]
+) -> None:
+    """Raise UserError if rows without text have it in a column with a mistyped name, or have turns in an unknown column.
+
+    A column that other rows have, too, is not a mistake.
+
+    Args:
+        title: Name of the data.
+        left_out: Rows without text.
+        kept: Rows with text.
+        columns: Columns that examples are made of, by their names in the data.
+        describe_row: Function that returns the place of a row without text, such as "row 4 of chats.jsonl".
+    """
+    for name in left_out.column_names:
+        if name in columns:
+            continue
+        values = left_out[name][:]
+        filled = [number for number, value in enumerate(values) if value]
+        if not filled:
+            continue
+        expected = [column for column in columns if not left_out[filled[0]][column]]
+        hint = closest_match(name, expected, cutoff=0.8)
+        has_turns = expected == ["messages"] and guess_columns({name: values[filled[0]]}, [("messages",)])
+        if not hint and not has_turns:
+            continue
+        if all(value is None for value in kept[name][:]):
+            raise UserError(
+                f"{title} must have {enumerate_columns(expected)} in each row, got `{name}` instead in "
+                f"{_name_places(filled, describe_row)}.{hint}"
+            )
+
+
+def _name_places(numbers: Sequence[int], describe_row: Callable[[int], str]) -> str:
+    """Return the places of the first rows with some numbers, and how many others there are."""
     places = ", ".join(describe_row(number) for number in numbers[:_MOST_PLACES])
     if len(numbers) > _MOST_PLACES:
         places += f" and {len(numbers) - _MOST_PLACES:,} more"
-    raise UserError(
-        f"{title} must have rows of one format, got {enumerate_columns(found)} instead of {enumerate_columns(columns)} in "
-        f"{places}. Put the rows of each format into a file of their own, and list the files in `datasets` of a recipe or of "
-        "`SFTDataArguments`."
-    )
+    return places
 
 
 def _find_other_format(row: Row, columns: Sequence[str], formats: Iterable[Sequence[str]]) -> Sequence[str]:
@@ -261,7 +300,36 @@ def describe_missing_text(columns: Sequence[str]) -> str:
     """Return which text an example without text to train on lacks."""
     if {"messages", "conversations"} & {*columns}:
         return "no answer of the assistant"
-    return f"{' or '.join(f'`{name}`' for name in columns)} is empty"
+    parts = []
+    for name in columns:
+        fault = "is empty" if name in TARGETS else "is null"  # as an empty prompt is trained on
+        parts.append(f"`{name}` {fault}")
+    return " or ".join(parts)
+
+
+def warn_about_blanks(title: str, column: str, values: Sequence[object], describe_row: Callable[[int], str]) -> None:
+    """Log how many examples have an empty column that is not trained on, such as the prompt. They are not left out.
+
+    Args:
+        title: Name of the data.
+        column: Name of the column.
+        values: Values of the column in all examples.
+        describe_row: Function that returns the place of an example with a number, such as "row 4 of pairs.csv".
+    """
+    blanks = [number for number, value in enumerate(values) if is_blank(value)]
+    if blanks and PartialState().is_main_process:
+        verb = "has" if len(blanks) == 1 else "have"
+        logger.warning(
+            f"{len(blanks):,} of the {count(len(values), 'example')} in {title} {verb} an empty `{column}`. Such examples are "
+            f"kept. The first one is {describe_row(blanks[0])}."
+        )
+
+
+def is_blank(value: object) -> bool:
+    """Return whether a value of a column is a text without characters, or a conversation without turns."""
+    if isinstance(value, str):
+        return not value.strip()
+    return value == []
 
 
 def describe_turns(row: Row, columns: Sequence[str]) -> str:

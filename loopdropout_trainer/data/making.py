@@ -13,9 +13,11 @@ from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.caching import examples_key
 from loopdropout_trainer.data.columns import (
     check_columns,
+    check_names,
     check_one_format,
     describe_missing_text,
     describe_turns,
+    warn_about_blanks,
     warn_about_mapping,
     warn_about_other_format,
     warn_about_text_fields,
@@ -131,6 +133,7 @@ def _leave_out_empty(
         UserError: If no row has such a text, or if rows without it have the columns of another format.
     """
     data = rows.sources[0]
+    own_names = [(args.column_mapping or {}).get(name, name) for name in columns]
     reason = f"they have no text to train on ({describe_missing_text(columns)})"
     # The reason that `keep` notes is completed below with the first of the rows that it leaves out.
     noted: list[LeftOut] = []
@@ -140,9 +143,19 @@ def _leave_out_empty(
         # The reason would be wrong for rows of another format, so they are an error before it is given.
         read_rows = _read_numbered_rows(rows, empty, args, chat_template)
         check_one_format(f"The data of {data}", read_rows, columns, args.formats, rows.describe_row)
+        check_names(
+            f"The data of {data}",
+            rows.rows.select(empty),
+            kept.rows,
+            own_names,
+            lambda number: rows.describe_row(empty[number]),
+        )
         turns = describe_turns(_read_row(rows.rows[empty[0]], args, chat_template), columns)
         place = f"{rows.describe_row(empty[0])}{turns}"
         left_out.append(LeftOut(len(empty), noun, f"{reason}. The first one is {place}"))
+    for name, own_name in zip(columns, own_names, strict=True):
+        if name not in TARGETS:
+            warn_about_blanks(str(data), own_name, kept.rows[own_name][:], kept.describe_row)
     if not len(kept.rows):
         target = columns[-1]
         found = "no examples"

@@ -10,7 +10,7 @@ from datasets import Dataset, Features, IterableDataset, Json
 from transformers.utils import logging
 
 from loopdropout_trainer.data.bars import hide_short_bars
-from loopdropout_trainer.data.columns import describe_missing_text
+from loopdropout_trainer.data.columns import describe_missing_text, warn_about_blanks
 from loopdropout_trainer.data.files import error_in_row
 from loopdropout_trainer.data.formats import (
     TARGETS,
@@ -117,7 +117,11 @@ def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], reader:
         if any(name in TARGETS and not has_text(name, value) for name, value in example.items()):
             empty.append(number)
     if empty:
-        _warn_of_empty(empty, len(rows), title, columns)
+        targets = [name for name in columns if name in TARGETS]  # without another one, a row is an error
+        _warn_of_empty(empty, len(rows), title, targets)
+    for name in columns:
+        if name not in TARGETS:
+            warn_about_blanks(title, name, rows[name][:], lambda number: f"row {number + 1:,}")
     if not is_other:
         return dataset
     # `Json` keeps each value as it is.
@@ -139,7 +143,7 @@ def _warn_of_empty(empty: Sequence[int], num_rows: int, title: str, columns: Seq
         empty: Numbers of the rows, from 1.
         num_rows: Number of all rows.
         title: Name of the dataset.
-        columns: Columns that TRL makes tokens of.
+        columns: Columns to train on.
     """
     if PartialState().is_main_process:
         verb = "has" if len(empty) == 1 else "have"

@@ -311,6 +311,23 @@ def test_first_pair_without_text_is_named(load, tokenizer, log):
     assert re.search(r"is empty\). The first one is row 2 of \S*rows.jsonl\.$", log.messages[-1])
 
 
+def test_empty_prompts_are_counted(tmp_path, tokenizer, config, log):
+    """They can be meant, so they are kept, for the command and in Python."""
+    file = tmp_path / "pairs.csv"
+    file.write_text("instruction,output\n1 + 1?,2\n,9\n2 + 2?,\n ,8\n")
+    mapping = {"prompt": "instruction", "completion": "output"}
+    data = load_datasets(DataArguments(train_files=[str(file)], column_mapping=mapping), tokenizer)["train"]
+    kept = f"2 of the 3 examples in {file} have an empty `instruction`. Such examples are kept. The first one is row 2 of "
+    assert data["completion"][:] == ["2", "9", "8"] and f"{kept}{file}." in log.messages
+    assert "(`prompt` is null or `completion` is empty). The first one is row 3 of" in log.text
+    rows = Dataset.from_list([PAIR, {**PAIR, "prompt": ""}])
+    LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=rows, processing_class=tokenizer)
+    kept = (
+        "1 of the 2 examples in `train_dataset` has an empty `prompt`. Such examples are kept. The first one is row 2."
+    )
+    assert kept in log.messages
+
+
 def test_wrong_roles_raise_with_their_row(tmp_path, bytes_tokenizer):
     good = {"messages": MADE_UP[0]}
     other = write_lines(tmp_path / "other.jsonl", [{"messages": MADE_UP[2]}])

@@ -305,6 +305,24 @@ def test_rows_of_another_format_in_a_file_are_named(ouro_tokenizer, log, assista
     assert "left out" not in log.text
 
 
+@pytest.mark.parametrize(("name", "hint"), [("message", " Did you mean 'messages'.$"), ("dialog", "$")])
+def test_rows_with_a_mistyped_column_are_named(ouro_tokenizer, name, hint):
+    """Unless other rows have such a column, too, which is then no mistake."""
+    (chat, *_) = read_lines(Path("b_chat.jsonl"))
+    other = {name: chat["messages"]}
+    data = DataArguments(train_files=[write_lines(Path("both.jsonl"), [chat, other, {"messages": []}])])
+    with user_error(f"must have `messages` in each row, got `{name}` instead in row 2 of both.jsonl.{hint}"):
+        load_datasets(data, ouro_tokenizer, 100)
+    data = DataArguments(train_files=[write_lines(Path("both.jsonl"), [{**chat, **other}, other])])
+    assert len(load_datasets(data, ouro_tokenizer, 100)["train"]) == 1
+    rows = [{"prompt": "1", "reply": "2"}, {"prompt": "1", "replly": "2"}]
+    data = DataArguments(train_files=[write_lines(Path("both.jsonl"), rows)], column_mapping={"completion": "reply"})
+    with user_error(
+        "must have `reply` in each row, got `replly` instead in row 2 of both.jsonl. Did you mean 'reply'.$"
+    ):
+        load_datasets(data, ouro_tokenizer, 100)
+
+
 def test_first_row_without_text_is_named(ouro_tokenizer, log):
     rows = [*read_lines(Path("a.jsonl"))[:2], {"prompt": "1", "completion": " "}]
     data = DataArguments(train_files=[write_lines(Path("both.jsonl"), rows)])
@@ -545,7 +563,7 @@ def test_plan_shows_what_is_left_out(capsys):
         re.sub(r"\. The (first|longest) one is row \d+ of c.jsonl(, with \d+ tokens)?$", "", line) for line in left_out
     ]
     left = {reason: int(count) for line in left_out for count, reason in [re.search(r"(\d+) (.*)", line).groups()]}
-    assert left.pop("examples, because they have no text to train on (`prompt` or `completion` is empty)") == 2
+    assert left.pop("examples, because they have no text to train on (`prompt` is null or `completion` is empty)") == 2
     too_long = [
         left.pop(f"{noun}s, because they have more than 64 tokens", 0)
         or left.pop(f"{noun}, because it has more than 64 tokens", 0)
