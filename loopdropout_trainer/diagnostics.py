@@ -35,6 +35,7 @@ from loopdropout_trainer.looped import (
 from loopdropout_trainer.lora import kind_of, use_gates
 from loopdropout_trainer.renames import renamed_function
 from loopdropout_trainer.results.run_files import BASE_MODEL
+from loopdropout_trainer.terminal import format_fixed
 from loopdropout_trainer.tokenizers import check_tokenizer
 
 
@@ -333,13 +334,14 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         if self.n < FEWEST_PROBLEMS:
-            return f"{self.gain:+.1f}, {TOO_FEW}"
+            return f"{format_fixed(self.gain, 1, sign=True)}, {TOO_FEW}"
         return describe_gain(self.gain, self.low, self.high, self.p)
 
 
 def describe_gain(gain: float, low: float, high: float, p: float, decimals: int = 1) -> str:
     """Return a difference with its 95% interval, and whether it is not significant."""
-    text = f"{gain:+.{decimals}f} [{low:+.{decimals}f}, {high:+.{decimals}f}]"
+    gain_text, low_text, high_text = (format_fixed(number, decimals, sign=True) for number in (gain, low, high))
+    text = f"{gain_text} [{low_text}, {high_text}]"
     return text if p < 0.05 else f"{text}, not significant"
 
 

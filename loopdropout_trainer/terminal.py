@@ -12,6 +12,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any, TextIO
 
 
@@ -94,6 +95,25 @@ def format_value(value: Any, digits: int = 4) -> Any:
     if not isinstance(value, float):
         return value
     return f"{value:.0f}" if value.is_integer() else f"{value:.{digits}g}"
+
+
+def format_fixed(value: float, decimals: int, sign: bool = False) -> str:
+    """Return a result with a number of decimals, rounded as by hand: a half goes away from zero, as 1.25 to "1.3".
+
+    Python's own formats take the even digit, "1.2", and see the binary fraction, which can be just below a decimal half. All
+    tables and figures of results have this rounding, so that readers find the same means and differences.
+
+    Args:
+        value: Number. One that is not finite or very large has Python's format.
+        decimals: Digits after the decimal point.
+        sign: Whether a positive number has a plus.
+    """
+    plus = "+" if sign else ""
+    if not abs(value) < 1e12:
+        return f"{value:{plus}.{decimals}f}"
+    as_decimal = Decimal(repr(round(float(value), 10)))  # without the noise of sums and of the binary fraction
+    rounded = as_decimal.quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_UP)
+    return f"{rounded:{plus}.{decimals}f}"
 
 
 def titled(title: str, lines: Iterable[str], width: int = 12) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, 
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import option
 from loopdropout_trainer.settings.recipe import load_recipe, name_words, parse
-from loopdropout_trainer.terminal import print_sentences
+from loopdropout_trainer.terminal import format_fixed, print_sentences
 
 
 OF_FIGURES = (
@@ -349,7 +350,7 @@ def report_comparison(folders: Sequence[str], output_dir: Path) -> None:
     comparisons = compared.pop("comparison")
     numbers = compared.join(pd.DataFrame([*comparisons.map(as_numbers)], compared.index))
     texts = compared.rename(names, level="run").rename(columns={"num_problems": "n"})
-    texts["accuracy"] = texts["accuracy"].map("{:.2f}".format)
+    texts["accuracy"] = texts["accuracy"].map(partial(format_fixed, decimals=2))
     texts["difference"] = ["" if comparison is None else str(comparison) for comparison in comparisons]
     is_other = comparisons.isna() & (compared.index.get_level_values("run") != folders[-1])
     texts.loc[[*is_other], "difference"] = "other problems"

@@ -16,6 +16,7 @@ from loopdropout_trainer.reports.labels import has_seeds, labelled
 from loopdropout_trainer.reports.tables import split_reductions
 from loopdropout_trainer.results.run_files import BASE_MODEL, is_of_base
 from loopdropout_trainer.saving.checkpoints import read_history
+from loopdropout_trainer.terminal import format_fixed
 
 
 BOUNDS = {"accuracy": (0, 100), "last_number": (0, 100), "loss": (0, math.inf), "eval_loss": (0, math.inf)}
@@ -138,7 +139,7 @@ def _describe_base_points(accuracy: pd.DataFrame) -> str:
     text = "The base model is scored by its last number in any format, and the other methods are not."
     if accuracy.empty:
         return text
-    least, most = f"{accuracy['value'].min():.2f}", f"{accuracy['value'].max():.2f}"
+    least, most = (format_fixed(value, 2) for value in (accuracy["value"].min(), accuracy["value"].max()))
     values = f"{least}%" if least == most else f"{least} to {most}%"
     return f"{text} In their format, as in the table, its accuracy is {values}."
 

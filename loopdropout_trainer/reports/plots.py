@@ -18,7 +18,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from plotnine.composition import Compose
 
-from loopdropout_trainer.terminal import join_numbers
+from loopdropout_trainer.terminal import format_fixed, join_numbers
 
 
 COLORS = {
@@ -286,7 +286,9 @@ def _draw_lines(data: pd.DataFrame, x: str) -> p9.ggplot:
 
 def _print_gains(gains: pd.DataFrame, x: str, values: pd.Series) -> list[Any]:
     """Return the texts of the gains of a panel, with room for the last one next to the values of its horizontal axis."""
-    texts = gains.assign(text=gains["mean"].map("{:+.2f}".format), mean=gains["middle"])
+    texts = gains.assign(
+        text=gains["mean"].map(functools.partial(format_fixed, decimals=2, sign=True)), mean=gains["middle"]
+    )
     room = 0.35 * (values.max() - values.min())
     text = p9.geom_text(
         p9.aes(x, "mean", label="text"), texts, inherit_aes=False, color=GRAY, size=8, ha="left", nudge_x=0.1
@@ -325,12 +327,12 @@ def heat_plot(
     Gains have a sign, and an outline marks the cells whose `x` and `y` are equal, such as training and evaluation depth.
     """
     step = data[x].drop_duplicates().sort_values().diff().min()
+    format_cell = functools.partial(format_fixed, decimals=2 if shows_gains else 1, sign=shows_gains)
+    data = data.assign(text=data["mean"].map(format_cell))
     plot = (
         p9.ggplot(data, p9.aes(x, y))
         + p9.geom_tile(p9.aes(fill="mean"), width=0.95 * step, height=0.95 * step)
-        + p9.geom_text(
-            p9.aes(label="mean"), color="#000000", format_string="{:+.2f}" if shows_gains else "{:.1f}", size=9
-        )
+        + p9.geom_text(p9.aes(label="text"), color="#000000", size=9)
         + p9.scale_fill_gradient2(COLORS["LoRA"], "#f7f7f7", COLORS["Loop Dropout"], guide=None)
         + p9.scale_x_continuous(breaks=data[x].unique())
         + p9.scale_y_reverse(breaks=data[y].unique())

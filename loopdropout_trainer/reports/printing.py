@@ -17,8 +17,11 @@ from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, compare_answers, de
 from loopdropout_trainer.reports.loss_tables import title_losses
 from loopdropout_trainer.reports.tables import OWN_FAMILY, name_examples
 from loopdropout_trainer.results.run_files import read_samples
-from loopdropout_trainer.terminal import join_numbers, print_sentences, wrap_for_terminal
+from loopdropout_trainer.terminal import format_fixed, join_numbers, print_sentences, wrap_for_terminal
 
+
+ONE_DECIMAL = partial(format_fixed, decimals=1)
+"""Function from a number to the text of a cell, by default."""
 
 NARROWEST, WIDEST = 40, 120
 """Smallest and largest number of columns of a printed table."""
@@ -118,7 +121,10 @@ def wrap_cell(text: str, width: int) -> str:
 
 
 def print_by_method(
-    title: str, rows: pd.DataFrame, columns: str | pd.Series, format_cell: Callable[[float], Any] = "{:.1f}".format
+    title: str,
+    rows: pd.DataFrame,
+    columns: str | pd.Series,
+    format_cell: Callable[[float], Any] = ONE_DECIMAL,
 ) -> None:
     """Print results with one line for each method. `columns`: name or values of the column that each result is in."""
     if len(rows):
@@ -155,7 +161,7 @@ def print_evaluation(rows: list[dict], averages: dict[str, list[str]]) -> None:
         if len(names) == 1:
             table = table.swaplevel()  # so that the name moves to the title if the table is too wide
     title = f"Results at {depths[0]}" if len(depths) == 1 else "Results with K loops"
-    print_table(title + readout, table.rename_axis(columns=None), "{:.2f}".format)
+    print_table(title + readout, table.rename_axis(columns=None), partial(format_fixed, decimals=2))
     for line in legend:
         print(line)
 
@@ -176,11 +182,11 @@ def print_losses(results: pd.DataFrame) -> None:
     depths = results.query("metric == 'depth_loss'").sort_values("num_loops", kind="stable")
     for task, own in depths.groupby("task", sort=False):
         title = title_losses("depth_loss", task, own)
-        print_by_method(title, own, "K=" + own["num_loops"].astype(str), "{:.4f}".format)
+        print_by_method(title, own, "K=" + own["num_loops"].astype(str), partial(format_fixed, decimals=4))
     readouts = results.query("metric == 'readout_loss'")
     for task, own in readouts.groupby("task", sort=False):
         title = title_losses("readout_loss", task, own)
-        print_by_method(title, own, "loop " + own["loop"].astype(int).astype(str), "{:.4f}".format)
+        print_by_method(title, own, "loop " + own["loop"].astype(int).astype(str), partial(format_fixed, decimals=4))
 
 
 def print_diagnostics(rows: list[dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from loopdropout_trainer.reports.recipe_columns import PREFIX, describe_values, 
 from loopdropout_trainer.reports.recipe_texts import is_benchmark, show_setting
 from loopdropout_trainer.reports.tables import NUMBERS, compare, mean_numbers, mean_sd, paired_gains
 from loopdropout_trainer.results.run_files import is_of_base
+from loopdropout_trainer.terminal import format_fixed
 
 
 class Missing(UserError):
@@ -169,7 +170,7 @@ def fill_cell(
     if show == "mean":
         return mean_sd(values, decimals), numbers
     if show == "seeds":
-        return " / ".join(f"{value:.{decimals}f}" for value in values), numbers
+        return " / ".join(format_fixed(value, decimals) for value in values), numbers
     return show_column(rows, show), {}
 
 
@@ -185,7 +186,7 @@ def show_difference(
     gains = paired_gains(rows, other, part)
     numbers = {**gain._asdict(), "num_seeds": len(gains), **describe_problems(rows)}
     if show == "seeds":
-        return " / ".join(f"{value:+.{decimals}f}" for value in gains), numbers
+        return " / ".join(format_fixed(value, decimals, sign=True) for value in gains), numbers
     return gain.text(decimals), numbers
 
 

@@ -25,6 +25,7 @@ from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS, 
 from loopdropout_trainer.reports.frames import average, select, select_accuracies, tasks_of, values_by_seed
 from loopdropout_trainer.reports.labels import find_baseline, has_seeds, labelled
 from loopdropout_trainer.results.run_files import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
+from loopdropout_trainer.terminal import format_fixed
 
 
 LOSS_TITLE = "Held-out loss in nats per token, mean ± SD over seeds, and difference to LoRA"
@@ -58,8 +59,8 @@ def mean_sd(values: pd.Series, decimals: int = 2) -> str:
 
 def format_mean(mean: float, sd: float, decimals: int = 2) -> str:
     """Return `mean ± SD`, or the mean alone if the SD is NaN."""
-    spread = "" if math.isnan(sd) else f" ± {sd:.{decimals}f}"
-    return f"{mean:.{decimals}f}{spread}"
+    spread = "" if math.isnan(sd) else f" ± {format_fixed(sd, decimals)}"
+    return f"{format_fixed(mean, decimals)}{spread}"
 
 
 def paired_samples(ours: pd.DataFrame, other: pd.DataFrame, seed: float) -> list[list[dict]]:
@@ -126,7 +127,7 @@ class Gain(NamedTuple):
             return self.test
         if math.isnan(self.difference):
             return ""
-        gain = f"{self.difference:+.{decimals}f}"
+        gain = format_fixed(self.difference, decimals, sign=True)
         if not self.test:
             return gain
         if self.test in NO_INTERVAL:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from loopdropout_trainer.results.run_files import DEVELOPMENT, read_own_results, read_run
+from loopdropout_trainer.terminal import format_fixed
 
 
 NON_FINITE = (-math.inf, -math.inf)
@@ -42,7 +43,7 @@ def name_score(score: tuple[float, float] | None, select_on: str) -> str:
         return "held-out loss not finite" if select_on == "eval_loss" else "loss not finite"
     if select_on == "eval_loss":
         return f"held-out loss {-score[1]:.4f} nats per token"
-    return f"accuracy {score[0]:.2f}% on {select_on}"
+    return f"accuracy {format_fixed(score[0], 2)}% on {select_on}"
 
 
 def find_accuracy(folder: Path, select_on: str) -> str | None:
@@ -50,7 +51,7 @@ def find_accuracy(folder: Path, select_on: str) -> str | None:
     for row in read_own_results(folder):
         is_default = row["gates"] == "unit" and row["metric"] == "accuracy"
         if is_default and row["task"] not in (DEVELOPMENT, select_on):
-            return f"accuracy {row['value']:.2f}% on {row['task']} at K = {row['num_loops']}"
+            return f"accuracy {format_fixed(row['value'], 2)}% on {row['task']} at K = {row['num_loops']}"
     return None
 
 
