@@ -93,11 +93,14 @@ def load_examples(
     with PartialState().local_main_process_first():  # the other processes read the cache of `datasets`
         mixture = _load_mixture(args, tokenizer, left_out, losses)
         file = _load_held_out_file(args, mixture.examples, tokenizer, left_out, losses)
-        split = split_examples(args, mixture.examples, file.examples, left_out)
+        try:
+            split = split_examples(args, mixture.examples, file.examples, left_out)
+        except UserError:
+            # No number of held-out examples helps if all of them are too long.
+            _check_lengths(_add_columns(mixture.examples, tokenizer, max_length), max_length)
+            raise
         train = _complete(split.train, tokenizer, max_length, left_out, "examples")
         held_out = _complete(split.held_out, tokenizer, max_length, left_out, "held-out examples")
-    if not len(train):
-        raise UserError(f"`max_length` must be larger, because no example has {max_length} tokens or fewer.")
     lengths = None
     if "num_tokens" in train.column_names:
         lengths = read_numbers(train, "num_tokens")
@@ -249,20 +252,42 @@ def _complete(
     noun: str,
 ) -> Dataset:
     """Return examples with the tokens of pairs of texts and the numbers of tokens, without examples that are too long."""
-    if is_mixed(examples):
-        examples = add_labels(examples, tokenizer)
-    elif len(examples.rows) and isinstance(examples.rows[0].get("completion"), str):
-        examples = examples.add(_add_tokens, tokenizer=tokenizer)
-    elif max_length is not None:
-        examples = examples.add(_count_tokens, tokenizer=tokenizer)
+    examples = _add_columns(examples, tokenizer, max_length)
     if max_length is not None:
         reason = f"they have more than {max_length:,} tokens"
         noted: list[LeftOut] = []
         kept = examples.keep(_fits, noted, noun, reason, max_length=max_length)
         for part in noted:
             left_out.append(part._replace(reason=f"{reason}. The longest one is {_describe_longest(examples)}"))
+        if noun == "examples":
+            _check_lengths(examples, max_length)
         examples = kept
     return examples.rows
+
+
+def _add_columns(examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Examples:
+    """Add the tokens of examples of several formats and of pairs of texts, and the numbers of tokens if there is a limit."""
+    if is_mixed(examples):
+        return add_labels(examples, tokenizer)
+    if len(examples.rows) and isinstance(examples.rows[0].get("completion"), str):
+        return examples.add(_add_tokens, tokenizer=tokenizer)
+    if max_length is not None:
+        return examples.add(_count_tokens, tokenizer=tokenizer)
+    return examples
+
+
+def _check_lengths(examples: Examples, max_length: int | None) -> None:
+    """Raise UserError if each example to train on has more than `max_length` tokens, with the length of the shortest one."""
+    if max_length is None:
+        return
+    lengths = read_numbers(examples.rows, "num_tokens")
+    shortest = int(lengths.argmin())
+    if lengths[shortest] > max_length:
+        place = examples.describe_row(shortest)
+        raise UserError(
+            f"`max_length` must be at least {lengths[shortest]:,}, the number of tokens of the shortest example ({place}), "
+            f"got {max_length:,}."
+        )
 
 
 def _describe_longest(examples: Examples) -> str:

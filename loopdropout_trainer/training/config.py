@@ -141,7 +141,7 @@ class GateConfig:
         super().__post_init__()
         check_mappings(self, ["model_init_kwargs", "dataset_kwargs"])
         if self.process_index == 0:
-            warn_of_unused_steps(self)
+            warn_of_unused_steps(self, self.given_names)
         self._made = {own.name: getattr(self, own.name) for own in dataclasses.fields(self)}
 
     def __setattr__(self, name: str, value: Any) -> None:

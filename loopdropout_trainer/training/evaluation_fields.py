@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from transformers import TrainingArguments
@@ -19,14 +20,34 @@ def word_of(choice: Any) -> Any:
     return getattr(choice, "value", choice)
 
 
-def warn_of_unused_steps(args: TrainingArguments) -> None:
-    """Warn if `eval_steps` is set, but the training is not evaluated by its steps."""
+def warn_of_unused_steps(args: TrainingArguments, given_names: Collection[str]) -> None:
+    """Warn if `eval_steps` or `save_steps` is set, but the training is not evaluated or saved by its steps.
+
+    Args:
+        args: Settings of the training.
+        given_names: Names of the fields that the user has set. `save_steps` has a default.
+    """
     strategy = word_of(args.eval_strategy)
     if args.eval_steps is not None and strategy != "steps":
         logger.warning_once(
             f"`eval_steps` has no effect, because `eval_strategy` is {strategy}. Set it to steps to evaluate every "
             f"{args.eval_steps:g} steps."
         )
+    saving = word_of(args.save_strategy)
+    if "save_steps" in given_names and saving != "steps":
+        logger.warning_once(
+            f"`save_steps` has no effect, because `save_strategy` is {saving}.{_explain_saving(args, given_names)}"
+        )
+
+
+def _explain_saving(args: TrainingArguments, given_names: Collection[str]) -> str:
+    """Return the sentence on why checkpoints are saved at evaluations, or "" if the user has set `save_strategy`."""
+    if "save_strategy" in given_names:
+        return ""
+    reason = "load_best_model_at_end"
+    if args.early_stopping_patience is not None:
+        reason = "early_stopping_patience"
+    return f" `{reason}` keeps the best checkpoint, and so each evaluation saves one."
 
 
 def check_best_checkpoint(args: TrainingArguments) -> None:

@@ -220,8 +220,11 @@ def test_long_examples_are_left_out_not_cut(load, bpe_tokenizer, row, log):
     longest = {"prompt": "p", "completion": "longer"} if "rejected" in row else row
     length = len(tokenize(longest, bpe_tokenizer)["input_ids"])
     assert len(load(None, [row], bpe_tokenizer, max_length=length)["train"]) == 1
-    with user_error("`max_length` must be larger"):
+    few = f"`max_length` must be at least {length}, the number of tokens of the shortest .*row 1 of .*, got {length - 1}.$"
+    with user_error(few):
         load(None, [row], bpe_tokenizer, max_length=length - 1)
+    with user_error(few):  # not that fewer must be held out
+        load(None, [row, {**row, "id": 1}], bpe_tokenizer, max_length=length - 1, num_eval_examples=2)
     text = f"1 example is left out, because it has more than {length - 1} tokens. The longest one is row 1 of "
     assert re.search(f"{text}.*, with {length} tokens.", log.text)
 

@@ -77,7 +77,7 @@ PAIRS = [{"prompt": f"{number} =", "completion": f" {number}"} for number in ran
     (PAIRS, "--eval_strategy epoch", "`num_eval_examples` must be at least 1, or `eval_files` must be set"),
     (PAIRS, "--assistant_only_loss true", "`assistant_only_loss` must be false .* `prompt` in the training data"),
     ([chat("user", "assistant")] * 2, "--assistant_only_loss true --chat_template own.jinja", "must write each answer with"),
-    (PAIRS, "--max_length 2", "`max_length` must be larger"),
+    (PAIRS, "--max_length 2", "`max_length` must be at least "),
     (PAIRS, "--dataloader_drop_last true --per_device_train_batch_size 32", "`per_device_train_batch_size` must be at most"),
     (PAIRS, "--train_sampling_strategy batch_rebalance", "`train_sampling_strategy` must be .*random"),
     (PAIRS, "--rule learned --depth_sampling uniform", "`depth_sampling` must be 'fixed' for the rule 'learned'"),

@@ -244,7 +244,7 @@ def test_early_stopping_saves_at_evaluations(tmp_path, config):
             config(**{**given, "save_steps": 2, fields[0]: fields[1]})
 
 
-def test_best_checkpoint_is_saved_at_evaluations(tmp_path):
+def test_best_checkpoint_is_saved_at_evaluations(tmp_path, log):
     """The default of `save_steps` would save nothing in a short training, whose last weights were then kept."""
     best = functools.partial(LoopDropoutConfig, str(tmp_path), bf16=False, load_best_model_at_end=True)
     made = best(eval_strategy="steps", eval_steps=5)
@@ -255,6 +255,12 @@ def test_best_checkpoint_is_saved_at_evaluations(tmp_path):
     assert LoopDropoutConfig(str(tmp_path), bf16=False, eval_strategy="steps", eval_steps=5).save_steps == 500
     with user_error("`save_strategy` must be epoch, as `eval_strategy`"):
         best(eval_strategy="epoch", save_strategy="steps")
+    assert "no effect" not in log.text
+    best(eval_strategy="epoch", save_steps=7)
+    best(eval_strategy="epoch", save_steps=7, save_strategy="best", metric_for_best_model="loss")
+    unused = "`save_steps` has no effect, because `save_strategy` is"
+    why = "`load_best_model_at_end` keeps the best checkpoint, and so each evaluation saves one."
+    assert {*log.messages} == {f"{unused} epoch. {why}", f"{unused} best."}
 
 
 def test_best_checkpoint_needs_evaluations_in_our_words(config):
