@@ -27,6 +27,7 @@ from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
 from loopdropout_trainer.data.preparations import SCORED_LIKE
 from loopdropout_trainer.errors import (
     UserError,
+    check_type,
     choose_advice,
     closest_match,
     count,
@@ -47,6 +48,19 @@ TASKS = Path(__file__).with_name("tasks")
 
 _OWN = "own"
 """Task that own benchmarks are made of, which has no problems itself."""
+
+_TEXTS = str | list[str]
+_OWN_TYPES = {
+    "files": _TEXTS | Path | list[str | Path] | None,
+    "prompt": str | None,
+    "target": str | None,
+    "scorer": str | None,
+    "like": str | None,
+    "max_new_tokens": int | None,
+    "stop": _TEXTS | None,
+    "chat": bool | None,
+}
+"""Types of the fields of an own benchmark, which a recipe gives as a mapping."""
 
 _FOLDERS = {"mmlu": "mmlu/default", "bbh": "bbh/cot_fewshot", "truthfulqa": "truthfulqa"}
 _LM_EVAL = Path(lm_eval.tasks.__file__).parent
@@ -191,6 +205,13 @@ def own_benchmark(
         UserError: if the files cannot be read, or the arguments do not describe a task.
     """
     _check_own_name(name)
+    given = (files, prompt, target, scorer, like, max_new_tokens, stop, chat)
+    for (field, hint), value in zip(_OWN_TYPES.items(), given, strict=True):
+        listed = list(value) if isinstance(value, tuple) else value
+        kinds = "a file or a list of files" if field == "files" else None
+        check_type(f"`{field}` of the benchmark `{name}`", listed, hint, kinds)
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise UserError(f"`max_new_tokens` of the benchmark `{name}` must be at least 1, got {max_new_tokens}.")
     if like is None:
         is_described = None not in (prompt, target, scorer)
     else:

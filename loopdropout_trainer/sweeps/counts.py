@@ -49,8 +49,8 @@ def _has_ended(sweep: Any, run: SweepRun) -> bool:
     return has_trained(folder) and not has_other_results(folder)
 
 
-def describe_other_runs(sweep: Any) -> str:
-    """Return sentences about runs in the folder with methods, learning rates or seeds that a sweep does not have, or "".
+def find_other_runs(sweep: Any) -> list[Path]:
+    """Return the folders of runs in a sweep's folder with methods, learning rates or seeds that the sweep does not have.
 
     They are left from another recipe of the sweep, or another sweep shares the folder.
     """
@@ -58,9 +58,12 @@ def describe_other_runs(sweep: Any) -> str:
     for method in sweep.recipes:
         for rate in sweep.choice(method).rates:
             own.update(sweep.folder(SweepRun(method, rate, seed, False)) for seed in sweep.seeds)
-    others = [
-        folder.relative_to(sweep.output_dir).as_posix() for folder in list_runs(sweep.output_dir) if folder not in own
-    ]
+    return [folder for folder in list_runs(sweep.output_dir) if folder not in own]
+
+
+def describe_other_runs(sweep: Any) -> str:
+    """Return sentences about the runs of `find_other_runs`, or ""."""
+    others = [folder.relative_to(sweep.output_dir).as_posix() for folder in find_other_runs(sweep)]
     if not others:
         return ""
     sentences = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.data.arguments import has_held_out
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, closest_match
 from loopdropout_trainer.files import find_recipes_of_name
 from loopdropout_trainer.gates import LoopDropout, make_rule
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, names_of
@@ -94,13 +94,16 @@ def check_fields(sweep: Any, methods: dict[str, Any]) -> None:
     """Raise UserError if a setting of a sweep or of one of its methods is not a field of its training script.
 
     Otherwise a training would name it, after others have been trained. The fields of a user's own script are not known. A seed
-    or a learning rate that is there twice, and a rule that does not exist, are errors with any script.
+    or a learning rate that is there twice, a mistyped `eval_loss` and a rule that does not exist are errors with any script.
 
     Args:
         sweep: `Sweep` of recipes/sweep.py.
         methods: Definition of each method, from `read_methods`.
     """
     _check_repetitions(sweep)
+    chosen_by = sweep.select_on
+    if chosen_by not in (None, "eval_loss") and closest_match(chosen_by, ["eval_loss"]):
+        raise UserError(f"`select_on` must be `eval_loss` or a task, got {chosen_by!r}. Did you mean 'eval_loss'?")
     for name, definition in methods.items():
         _check_rule(sweep, name, definition)
     if sweep.script not in TRAININGS:

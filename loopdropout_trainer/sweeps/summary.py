@@ -27,7 +27,7 @@ from loopdropout_trainer.results.run_files import is_of_base
 from loopdropout_trainer.results.sweep_folder import SweepRun, describe_choice, update_summary
 from loopdropout_trainer.results.sweep_scores import name_score, read_score
 from loopdropout_trainer.sweeps.code import find_incomparable, find_kept_choices, find_other_results
-from loopdropout_trainer.sweeps.counts import describe_other_runs
+from loopdropout_trainer.sweeps.counts import describe_other_runs, find_other_runs
 from loopdropout_trainer.terminal import print_sentences
 
 
@@ -46,7 +46,9 @@ def print_summary(sweep: Any) -> None:
         return
     sweep.save_progress()
     results = load_results(sweep.output_dir)
-    for folder in find_incomparable(sweep):
+    # Other methods stay, because sweeps of several methods can share a folder to compare them.
+    former = [folder for folder in find_other_runs(sweep) if folder.parents[1].name in sweep.recipes]
+    for folder in [*find_incomparable(sweep), *former]:
         results = results[~results["folder"].map(lambda name, run=folder: Path(name).is_relative_to(run))]
     final = final_results(results)
     trained = final[~is_of_base(final)]
@@ -75,7 +77,7 @@ def print_summary(sweep: Any) -> None:
 
 
 def _print_other_runs(sweep: Any) -> None:
-    """Print the runs in the folder that the sweep does not have, because its tables can show them."""
+    """Print the runs in the folder that the sweep does not have, because a report can show them."""
     others = describe_other_runs(sweep)
     if others:
         print(f"The folder has {others}")

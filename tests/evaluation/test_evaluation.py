@@ -244,6 +244,10 @@ def test_own_benchmark_scores_answers(replay, tmp_path):
             {"scorer": "exact_mach"},
             "`scorer` must be one of .* Did you mean 'exact_match'.*import the code that registers it",
         ),
+        ({"max_new_tokens": "8"}, "`max_new_tokens` of the benchmark `capitals` must be an integer, got '8'"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` of the benchmark `capitals` must be at least 1, got 0"),
+        ({"stop": 4}, "`stop` of the benchmark `capitals` must be a text or a list of texts, got 4"),
+        ({"files": ["rows.jsonl", 4]}, "`files` of the benchmark `capitals` must be a file or a list of files, got"),
         ({"promt": "x"}, "The benchmark `capitals` has no field `promt`. Did you mean 'prompt'"),
         (
             {**dict.fromkeys(OWN), "like": "metamath_gsm8k"},

@@ -891,6 +891,9 @@ def test_plan_names_runs_that_the_sweep_does_not_have(lab, capsys):
     assert text in out and "renaming" not in out
     print_summary(lab.run(learning_rates=[0.02]))
     assert "The folder has 2 runs of other methods, learning rates or seeds," in capsys.readouterr().out
+    print_summary(lab.run(learning_rates=[0.02], seeds=[102]))  # whose table has the runs of this sweep only
+    out = capsys.readouterr().out
+    assert "The folder has 3 runs of other" in out and "Accuracy in %\n" in out
     lab.sweep(methods=[{"plain": "lora"}])
     sweep.main([lab.file, "--dry_run", "true"])
     assert "After renaming a method, rename its folder, so that its runs count." in capsys.readouterr().out
@@ -1308,6 +1311,10 @@ def test_sweep_passes_settings_that_can_run_code_as_options(lab):
 
 ERRORS = [
     ({"learning_rates": []}, "`learning_rates` must have at least one value, such as `--learning_rates 1e-4 3e-4`."),
+    (
+        {"select_on": "eval_los"},
+        "`select_on` must be `eval_loss` or a task, got 'eval_los'. Did you mean 'eval_loss'?",
+    ),
     ({"seeds": []}, "`seeds` must have at least one value, such as `--seeds 101 102 103`."),
     ({"learning_rates": [], "seeds": [], "methods": ["lora", "loop_dropuot"]}, "Did you mean 'loop_dropout'?"),
     ({"learning_rates": [], "recipe": "", "methods": ["loop_dropuot"]}, "Did you mean 'loop_dropout'?"),
