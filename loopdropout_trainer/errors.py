@@ -105,7 +105,8 @@ def find_unusable(text: str) -> str | None:
 def closest_match(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the end of a message about an unknown name: `" Did you mean 'x'?"`, or `""` if nothing is close.
 
-    A name that only lacks a further word, such as `x` of `x_test`, means the only choice that has one.
+    A name that only lacks a further word, such as `x` of `x_test`, means the only choice that has one. Upper and lower case
+    count as the same.
 
     Args:
         name: Unknown name.
@@ -116,8 +117,11 @@ def closest_match(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str
     longer = [choice for choice in choices if str(choice).startswith(f"{name}_")]
     if len(longer) == 1:  # such as `arithmetic_easy_test`, also if `arithmetic_test` has more letters in common
         return f" Did you mean {longer[0]!r}?"
-    matches = difflib.get_close_matches(str(name), choices, n=1, cutoff=cutoff)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+    in_lower_case = {}
+    for choice in choices:
+        in_lower_case.setdefault(str(choice).lower(), choice)
+    matches = difflib.get_close_matches(str(name).lower(), in_lower_case, n=1, cutoff=cutoff)
+    return f" Did you mean {in_lower_case[matches[0]]!r}?" if matches else ""
 
 
 def find_mistyped(name: str, known: Iterable[str]) -> str | None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
-from loopdropout_trainer.errors import UserError, check_name, first_line, hint_at_login
+from loopdropout_trainer.errors import UserError, check_name, first_line, hint_at_login, is_unreachable
 from loopdropout_trainer.files import model_hint, model_path
 
 
@@ -71,8 +71,9 @@ def download_files(name: str, revision: str | None, what: str, patterns: Sequenc
         raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from None
     except (OSError, ValueError) as error:
         if means_folder(name):
+            reason = f" ({first_line(error).rstrip('.')})" if is_unreachable(error) else ""
             raise UserError(
-                f"There is no folder {name}, and no {what} of this name that can be read on the Hub.{hint()}"
+                f"There is no folder {name}, and no {what} of this name that can be read on the Hub{reason}.{hint()}"
             ) from None
         raise UserError(
             f"The {what} {name} cannot be loaded: there is no folder of this name, and no repository that can be read on the "

@@ -37,7 +37,7 @@ from loopdropout_trainer.reports.final_results import describe_left_out_runs, fi
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
 from loopdropout_trainer.reports.missing_base import describe_missing_base, describe_missing_base_loss
-from loopdropout_trainer.reports.printing import shorten_folders
+from loopdropout_trainer.reports.printing import making_report, shorten_folders
 from loopdropout_trainer.reports.saved_tables import TableText, describe_sizes, save_layout, save_table
 from loopdropout_trainer.reports.table_files import Missing, Misspelled, build_table
 from loopdropout_trainer.reports.tables import (
@@ -121,23 +121,18 @@ def main(argv: list[str] | None = None) -> None:
         names = list_tables()
     specs = {name: read_table(name) for name in names}  # before anything is printed
     results, output_dir = load_results(*args.folders), find_output_dir(args)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"`output_dir` must be a folder that can be written, got {output_dir} ({error.strerror})."
-        ) from None
-    final = final_results(results, args.checkpoints, args.folders)
-    print_sentences(*results.attrs["left_out"].splitlines(), *describe_left_out_runs(results, final))
-    for name, spec in specs.items():
-        make_named(name, spec, final, output_dir)
-    if not specs:
-        summarize(final, output_dir, has_left_out=len(final) < len(results))
-        report_comparison(args.folders, output_dir)
+    with making_report(output_dir, is_named=args.output_dir is not None):
+        final = final_results(results, args.checkpoints, args.folders)
+        print_sentences(*results.attrs["left_out"].splitlines(), *describe_left_out_runs(results, final))
+        for name, spec in specs.items():
+            make_named(name, spec, final, output_dir)
+        if not specs:
+            summarize(final, output_dir, has_left_out=len(final) < len(results))
+            report_comparison(args.folders, output_dir)
 
 
 def find_output_dir(args: ReportArguments) -> Path:
-    """Return the folder of the report, and print it if the user has not set it."""
+    """Return the folder of the report."""
     if args.output_dir is not None:
         return Path(args.output_dir)
     if len(args.folders) == 1:
@@ -146,8 +141,6 @@ def find_output_dir(args: ReportArguments) -> Path:
         names = "_".join(Path(name).resolve().name for name in args.folders)
         folder = Path(f"report_{names[:100]}")
     check_links(folder)
-    replaced = ", and replaces the report there" if folder.exists() else ""
-    print_sentences(f"The report is written to {folder}{replaced}.")
     return folder
 
 

@@ -267,7 +267,8 @@ def make_from_fields(
     for field in fields:
         if field not in valid:
             takes = ", ".join(valid) or "no fields"
-            raise UserError(f"`{option}: {name}` has no field {field!r}. It takes {takes}.")
+            hint = closest_match(field, valid)
+            raise UserError(f"`{option}: {name}` has no field {field!r}. It takes {takes}.{hint}")
     return classes[name](**fields)
 
 

@@ -114,6 +114,8 @@ class GatedLora(LoraVariant):
         state = self.gate_state
         if state.has_warned or state.rule is None or not state.rule.draws_gates:
             return False
+        if state.dropout is not None:  # which draws gates only if the base model is in training mode
+            return torch.is_grad_enabled() and not state.running.batch.is_set
         return state.is_undrawn(module)
 
     def gate_factor(self, x: Tensor) -> Tensor | None:
@@ -210,10 +212,18 @@ def _warn_in_backward(state: GateState, activation: Tensor) -> None:
     def warn(gradient: Tensor) -> None:
         if not state.has_warned:
             state.has_warned = True
+            advice = (
+                "Only `train()` of the trainer that was made for this rule draws gates. For another trainer or training "
+                "loop, call `loop_dropout(model)` first."
+            )
+            if state.dropout is not None:
+                advice = (
+                    "`loop_dropout` draws gates in training mode only, and the base model is in evaluation mode. Call "
+                    "`model.train()` before the training passes."
+                )
             logger.warning(
-                f"The adapter now trains at unit gates, which is plain LoRA, although {state.rule.name!r} is its rule. Only "
-                "`train()` of the trainer that was made for this rule draws gates. For another trainer or training loop, "
-                "call `loop_dropout(model)` first."
+                f"The adapter now trains at unit gates, which is plain LoRA, although {state.rule.name!r} is its rule. "
+                f"{advice}"
             )
 
     activation.register_hook(warn)

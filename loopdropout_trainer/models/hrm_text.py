@@ -49,7 +49,8 @@ class HrmTextLoops(LoopDescription):
     def running_loop(self, cycle_offset: int, **kwargs: Any) -> int:
         config = self.config
         backbone = self.base_model
-        if backbone.training and len(backbone.L_bp_cycles_padded) != max(config.H_cycles, len(config.L_bp_cycles)):
+        trains = backbone.training and torch.is_grad_enabled()
+        if trains and len(backbone.L_bp_cycles_padded) != max(config.H_cycles, len(config.L_bp_cycles)):
             raise UserError(
                 "HRM-Text trains only at the depth that it was loaded with. To train at another depth, load it with "
                 "`num_loops`."

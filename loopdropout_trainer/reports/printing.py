@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -14,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, compare_answers, describe_profile, explain_disagreements
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.reports.loss_tables import title_losses
 from loopdropout_trainer.reports.tables import OWN_FAMILY, name_examples
 from loopdropout_trainer.results.run_files import read_samples
@@ -240,3 +243,27 @@ def print_differences(accuracy: pd.DataFrame, baseline: str = "LoRA") -> None:
         print_table(title, own.set_index(keys)[["n", "points [95% interval]"]])
     about = "The intervals are over problems. They do not include other training seeds."
     print_sentences(" ".join([about, *explain_disagreements(intervals), OWN_FAMILY]))
+
+
+@contextmanager
+def making_report(output_dir: Path, is_named: bool) -> Iterator[None]:
+    """Make the folder of a report for this block, and print it after the block unless the user has named it.
+
+    A new folder that the block has written nothing into, as after an error, is removed and not printed.
+    """
+    is_new = not output_dir.exists()
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"`output_dir` must be a folder that can be written, got {output_dir} ({error.strerror})."
+        ) from None
+    try:
+        yield
+    finally:
+        is_written = any(output_dir.iterdir())
+        if is_new and not is_written:
+            output_dir.rmdir()
+    if is_written and not is_named:
+        replaced = "" if is_new else ", and has replaced the report there"
+        print_sentences(f"The report is written to {output_dir}{replaced}.")

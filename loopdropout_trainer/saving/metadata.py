@@ -38,6 +38,7 @@ _TYPES = {
     "earlier_trainings": list[str] | None,
     "method": str | None,
     "objective": str | None,
+    "learning_rate": int | float | None,
     "seed": int | None,
     "step": int | None,
     "stopped": str | None,

@@ -251,7 +251,7 @@ def _advise_saving(run: Path) -> str:
     """Return the end of a sentence about a run in Python whose adapter was not saved at its end."""
     newest = newest_checkpoint(run)
     other = f", or use {newest}" if newest else ""
-    return f"call `trainer.save_model()` before another trainer trains the model{other}."
+    return f"call `trainer.save_model()` before the model is trained again{other}."
 
 
 def _has_ended_in_python(folder: Path) -> bool:

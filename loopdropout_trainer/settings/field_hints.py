@@ -129,7 +129,7 @@ OF_OTHER_SCRIPTS = {
 }
 """Fields that show that a recipe is one of another script: a field of the running script, and what to do."""
 
-_COMPUTED = {"q": ("p", "Set `p` = 1 - q, the probability that a loop is off.")}
+COMPUTED = {"q": ("p", "Set `p` = 1 - q, the probability that a loop is off.")}
 """Quantities that follow from a field: the field, and how it is set."""
 
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
@@ -159,7 +159,7 @@ def field_hint(
     """
     if ITEM_FIELDS.get(name) in fields:
         return f" Set `{name.removesuffix('s')}` in each item of `{ITEM_FIELDS[name]}`."
-    own_field, advice = {**OF_OTHER_SCRIPTS, **_COMPUTED}.get(name, (None, ""))
+    own_field, advice = {**OF_OTHER_SCRIPTS, **COMPUTED}.get(name, (None, ""))
     if own_field in fields:
         return f" {advice}"
     meant = FORMER_NAMES.get(name) or USUAL_NAMES.get(name)
@@ -218,7 +218,7 @@ def attribute_hint(name: str, value: Any, fields: Collection[str]) -> str | None
 
     None: the name is like no field's, so that it may be an attribute of a library or of the user.
     """
-    if name in USUAL_NAMES or name in _COMPUTED:
+    if name in USUAL_NAMES or name in COMPUTED:
         return python_field_hint(name, value, fields)
     meant = find_mistyped(name, fields)
     return None if meant is None else f" Did you mean {meant!r}?"

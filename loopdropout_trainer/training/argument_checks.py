@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+import functools
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import TrainingArguments
+from transformers.trainer_utils import denumpify_detensorize
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.files import find_unwritable
@@ -77,6 +81,44 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
 def is_callback(callback: Any) -> bool:
     """Return whether a value is a callback of transformers, or its class."""
     return hasattr(callback, "on_train_begin")
+
+
+@contextmanager
+def checking_metrics(trainer: Any) -> Iterator[None]:
+    """Raise UserError if `compute_metrics` of a trainer returns other values in this block than numbers by their names."""
+    compute = trainer.compute_metrics
+    if compute is None:
+        yield
+        return
+
+    @functools.wraps(compute)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        metrics = compute(*args, **kwargs)
+        if kwargs.get("compute_result", True):  # else the batch is not the last one of `batch_eval_metrics`
+            _check_metrics(metrics)
+        return metrics
+
+    trainer.compute_metrics = checked
+    try:
+        yield
+    finally:
+        trainer.compute_metrics = compute
+
+
+def _check_metrics(metrics: Any) -> None:
+    if not isinstance(metrics, Mapping):
+        raise UserError(
+            "`compute_metrics` must return a dictionary of numbers by their names, such as {'accuracy': 0.5}, got "
+            f"{short_repr(metrics)}."
+        )
+    for name, value in metrics.items():
+        try:
+            json.dumps(denumpify_detensorize(value))  # as the trainer writes them in its state
+        except TypeError:
+            raise UserError(
+                f"`compute_metrics` must return numbers by their names, got {short_repr(value)} for {name!r}. Return its "
+                "mean, or one number for each item."
+            ) from None
 
 
 def _check_optimizers(optimizers: Any) -> None:

@@ -292,8 +292,9 @@ class GateConfig:
             name = model if isinstance(model, str) else model.config.name_or_path
             return cls(f"{name.rstrip('/').split('/')[-1]}-LoopDropout")
         if not isinstance(args, cls.trl_class) and type(args) is not TrainingArguments:
+            hint = f" Write it as `{cls.__name__}(**fields)`." if isinstance(args, dict) else ""
             raise UserError(
-                f"`args` must be a {cls.__name__} or {cls.trl_class.__name__}, got a {type(args).__name__}."
+                f"`args` must be a {cls.__name__} or {cls.trl_class.__name__}, got a {type(args).__name__}.{hint}"
             )
         names = {f.name for f in dataclasses.fields(cls)}
         fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init}

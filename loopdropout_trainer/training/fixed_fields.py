@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
+from datasets import IterableDataset
 from transformers import TrainingArguments
 
 from loopdropout_trainer.errors import UserError, find_mistyped, short_repr
-from loopdropout_trainer.settings.field_hints import USUAL_NAMES
+from loopdropout_trainer.settings.field_hints import COMPUTED, USUAL_NAMES
+from loopdropout_trainer.training.examples import check_datasets, read_first
 
 
 RULE_FIELDS = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args")
@@ -159,6 +161,9 @@ def _check_name(trainer: Any, name: str) -> None:
     for field in (*_OFTEN_SET, *_READ_ONCE):
         if hasattr(trainer.args, field):
             known.append(field)
+    computed_from, advice = COMPUTED.get(name, (None, ""))
+    if computed_from in known:
+        raise UserError(f"`{name}` is not an attribute of the trainer. {advice}")
     meant = USUAL_NAMES.get(name)
     if meant not in known:
         meant = find_mistyped(name, known)
@@ -182,13 +187,14 @@ def _has_settable(trainer: Any, name: str) -> bool:
 def _check_prepared(before: Any, now: Any) -> None:
     """Raise UserError if training examples lack the tokens that those of the trainer have."""
     columns = getattr(now, "column_names", None)
-    if columns is None:  # not a dataset of `datasets`, or a stream whose columns are not known
-        return
+    if columns is None and isinstance(now, Sized | IterableDataset):  # rows, or a stream whose columns are not known
+        columns = list(read_first(now) or ())
     tokens = [
         name for name in getattr(before, "column_names", None) or () if name.endswith("_ids") or name == "labels"
     ]
-    if not set(tokens).issubset(columns):
+    if columns and not set(tokens).issubset(columns):
         raise UserError(
             f"`train_dataset` must have the columns {', '.join(tokens)} of prepared examples if it is set later, got "
             f"{', '.join(columns)}. Make a new trainer, which prepares its examples."
         )
+    check_datasets({"train_dataset": now})

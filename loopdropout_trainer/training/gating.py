@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
 
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import public_name
@@ -25,7 +26,7 @@ from loopdropout_trainer.lora import (
     physical_layers,
     trained_lora_parameters,
 )
-from loopdropout_trainer.training.argument_checks import is_callback
+from loopdropout_trainer.training.argument_checks import checking_metrics, is_callback
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import float32_adapter, may_skip_loops
 from loopdropout_trainer.training.fixed_fields import (
@@ -62,10 +63,22 @@ def _describe_kind(rule: GateRule) -> tuple[Any, ...]:
     return rule.lora_kind, rule.alpha_factor, rule.wants_sensitivity, rule.draws_per_batch
 
 
+def _changed_in_training(name: str, before: Any, now: Any) -> UserError:
+    """Return the error about a field of the rule or the depths that a callback sets while `train` runs."""
+    advice = "Set it before `train()`, or use the rule 'schedule', which changes p in the training."
+    if name.startswith("depth_sampling"):
+        advice = "Make a new trainer."
+    return UserError(
+        f"`{name}` must keep its value {short_repr(before)} in the training, got {short_repr(now)}. {advice}"
+    )
+
+
 class GatingMixin:
     """Gates on the adapter of a TRL trainer. `AdapterTrainingMixin` lists its attributes."""
 
     _has_read_fields = False
+    _runs_train = False
+    """Whether `train` runs, also its callbacks at the end. `is_in_train` of transformers stays true after an exception."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._has_read_fields:  # before, the libraries set attributes of their own
@@ -90,13 +103,15 @@ class GatingMixin:
         Setting another rule, also by its name, sets these fields. The present name keeps its fields. Another rule must train
         the same kind of adapter. A new `args.p` applies outside of a training, whose rule stays the same.
         """
-        if self._has_read_fields and not self.is_in_train:
+        if self._has_read_fields and not self._runs_train:
             with suppress(TypeError, UserError):  # the rule has no `p`, or its value is wrong, as `train` says
                 self._take_p()
         return self._rule
 
     @rule.setter
     def rule(self, rule: str | GateRule) -> None:
+        if self._runs_train:
+            raise _changed_in_training("rule", self._rule.name, rule)
         rule = as_rule(rule, self.rule)
         if not isinstance(rule, RULES.get(rule.name, ())):
             raise UserError(f"`rule` must be a rule with `@register_rule`, got {short_repr(rule)}.")
@@ -121,6 +136,8 @@ class GatingMixin:
 
     @p.setter
     def p(self, p: float | Sequence[float]) -> None:
+        if self._runs_train:
+            raise _changed_in_training("p", self.args.p, p)
         before, self.args.p = self.args.p, p
         try:
             self._read_rule()
@@ -165,6 +182,11 @@ class GatingMixin:
         if not is_callback(callback):
             raise UserError(f"`callback` must be a `TrainerCallback`, got {short_repr(callback)}.")
         super().add_callback(callback)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate as transformers' Trainer does. A wrong result of `compute_metrics` is named."""
+        with checking_metrics(self):
+            return super().evaluation_loop(*args, **kwargs)
 
     def check_surroundings(self) -> None:
         """Raise UserError if `train` runs inside of a block that it would ignore, or in which nothing would train."""
@@ -247,15 +269,14 @@ class GatingMixin:
                 f"{now['rule_args'] or now['p']}. Set a new rule by `trainer.rule = {type(self._rule).__name__}(...)`."
             )
 
+    def check_fields(self) -> None:
+        """Raise UserError if a callback has changed the fields of the rule or the depths since the training began."""
+        for name in find_changed(self.args, {name: self._made_with[name] for name in RULE_FIELDS}):
+            raise _changed_in_training(name, self._made_with[name], getattr(self.args, name))
+
     def check_unchanged(self) -> None:
         """Raise UserError if somebody has changed the rule's fields or the depth since the training began, which read them."""
-        for name in ("p", "rule", "rule_args"):
-            before, now = self._made_with[name], getattr(self.args, name)
-            if now != before:
-                raise UserError(
-                    f"`{name}` must keep its value {before!r} in the training, got {now!r}. Set it before `train()`, or use "
-                    "the rule 'schedule', which changes p in the training."
-                )
+        self.check_fields()
         low, high = self.looped.trained_with["depths"]
         if low <= self.num_loops <= high:
             return

@@ -383,6 +383,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
             **describe_weights(self.looped.config, self.looped.dtype),
             "method": self.method or self.rule.title,
             "objective": self.objective,
+            "learning_rate": args.learning_rate,
             "seed": args.seed,
             "training_id": self.training_id,
             **self.saved_facts,

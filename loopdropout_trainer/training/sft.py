@@ -196,6 +196,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         self.gate_state.must_draw = self.rule.draws_gates
         self.resumption.tokens_before = self.num_tokens
         folder = self.args.output_dir
+        self._runs_train = True
         try:
             with ExitStack() as stack:
                 stack.enter_context(hide_library_warnings())
@@ -210,11 +211,13 @@ class GateSamplingMixin(AdapterTrainingMixin):
                     self.report_early_stop(describe_resuming(self))
                 self.stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
                 warn_of_unsaved_best(self.args, self.state)
+                self.check_fields()  # a callback may have changed a field after the last draw
                 self.record_training()
                 self._record_facts()
                 self.looped.run_folder = folder
             return output._replace(training_loss=output.metrics["train_loss"])  # which `log` has set
         finally:
+            self._runs_train = False
             self.stop_callback.restore_handlers()
             self.gate_state.must_draw = False
             self.gate_state.reset()

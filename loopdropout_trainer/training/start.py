@@ -94,11 +94,13 @@ def _has_no_update(model: PeftModel, adapter: str) -> bool:
 def describe_training(settings: Mapping[str, Any]) -> str:
     """Return a training in words, from the settings that were saved with it.
 
-    For example "SFT with Loop Dropout (p = 0.5, K = 4, 20 steps, seed 42) on 64 examples (digest ...)".
+    For example "SFT with Loop Dropout (p = 0.5, K = 4, 20 steps, learning rate 0.0001, seed 42) on 64 examples (digest ...)".
     """
     method, facts = _describe_method(settings)
     # A training that an error ended before its first step or after its last one has no number of steps unless it was saved.
     facts.append("interrupted" if settings.get("step") is None else count(settings["step"], "step"))
+    if settings.get("learning_rate") is not None:
+        facts.append(f"learning rate {settings['learning_rate']:g}")
     if settings.get("seed") is not None:
         facts.append(f"seed {settings['seed']}")
     data = settings.get("training_data")
@@ -111,6 +113,9 @@ def _describe_method(settings: Mapping[str, Any]) -> tuple[str, list[str]]:
     facts = [f"{name} = {settings[name]}" for name in ("p", "rule_args") if settings.get(name) is not None]
     if settings.get("num_loops") is not None:
         facts.append(f"K = {settings['num_loops']}")
+    depths = settings.get("depths")
+    if depths and depths[0] != depths[-1]:
+        facts.append(f"depths from {depths[0]} to {depths[-1]} in training")
     method = settings.get("method") or settings.get("rule") or "a training"
     if settings.get("objective") is not None:
         method = f"{settings['objective']} with {method}"
@@ -131,9 +136,6 @@ def describe_what_trains(model: PeftModel, settings: Mapping[str, Any], continue
     method, facts = _describe_method(settings)
     if settings.get("rule") == "lora":
         method += " without gates"
-    low, high = settings["depths"]
-    if low != high:
-        facts.append(f"depths from {low} to {high} in training")
     if continues:
         action = "continues to train an adapter"
     elif settings.get("earlier_trainings"):  # of the adapter, or of the base model, which `log_start` tells

@@ -31,7 +31,7 @@ from helpers.golden import (
 from helpers.tiny import TINY, sharp_hrm, tiny_hrm
 from helpers.trainers import example_nll
 from loopdropout_trainer import LoopDropoutSFTTrainer, load_model, use_gates
-from loopdropout_trainer.looped import attach_looped_model, find_looped_model
+from loopdropout_trainer.looped import attach_looped_model, find_looped_model, use_depth
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusConfig, ParcaeForCausalLM
 from loopdropout_trainer.models.prelude_coda import philox, truncated_normals
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES
@@ -278,6 +278,10 @@ def test_hrm_batches_mark_the_prompt(make_sft):
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert abs(causal - want) > 1e-4
     trainer.train()
+    with use_depth(trainer.model, model.config.H_cycles + 2):  # still in training mode
+        trainer.model.generate(collated["input_ids"][:1], max_new_tokens=1)
+        with user_error("HRM-Text trains only at the depth that it was loaded with"):
+            trainer.model(**batch)
 
 
 def test_hrm_rows_of_several_examples_raise(train):

@@ -525,9 +525,9 @@ def test_reports_of_different_folders_do_not_replace_each_other(tmp_path, capsys
     for name, value in (("a", 10.0), ("b", 20.0)):
         write(tmp_path / name / "run", [{"value": value}], method=name)
     for words, folder in (["a"], "a/report"), (["b"], "b/report"), (["a", "b"], "report_a_b"):
-        for replaced in ("", ", and replaces the report there"):
+        for replaced in ("", ", and has replaced the report there"):
             report.main(words)
-            assert capsys.readouterr().out.startswith(f"The report is written to {folder}{replaced}.\n")
+            assert capsys.readouterr().out.endswith(f"\nThe report is written to {folder}{replaced}.\n")
         assert {*pd.read_csv(f"{folder}/accuracy.csv")["method"]} == {*words}
     (tmp_path / "file").touch()
     with user_error("`output_dir` must be a folder that can be written, got file/x .Not a directory."):
@@ -690,8 +690,8 @@ def test_two_results_of_one_seed_are_no_mean_of_costs(tmp_path, capsys):
         costs = {"task": "training", "metric": "train_seconds", "value": float(ord(folder))}
         write(tmp_path / folder, [costs, {"value": 50.0}])
     with user_error("One seed has two results, the results `train_seconds` of LoRA on training in "):
-        report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
-    assert "Costs" not in capsys.readouterr().out
+        report.main([str(tmp_path)])
+    assert "Costs" not in capsys.readouterr().out and not (tmp_path / "report").exists()
 
 
 @pytest.mark.parametrize("has_summary", [True, False])
@@ -1909,7 +1909,10 @@ METHODS = ", task = b. The results have the methods LoRA, Loop Dropout"
     [
         (["LoRA", "Loop Dropout"], "Wrote "),
         (["LoRA", "CoTo"], f"{WANTED}LoRA or CoTo{METHODS}.\nloopdropout sweep mine.yaml\n"),
-        (["lora", "CoTo"], f"{WANTED}lora or CoTo{METHODS}, and lora is the rule of the method LoRA.\nloopdropout "),
+        (
+            ["lora", "CoTo"],
+            f"{WANTED}lora or CoTo{METHODS}, and lora is the rule of the method LoRA. Did you mean 'LoRA'?",
+        ),
     ],
 )
 def test_missing_method_of_a_figure_is_one_sentence(tmp_path, capsys, methods, message):
@@ -2198,7 +2201,8 @@ def test_report_names_trainings_of_trained_weights(tmp_path, make_sft, capsys):
     report.report_costs(frames.load_results(tmp_path), tmp_path)
     text = " ".join(capsys.readouterr().out.split())
     line = (
-        "second started from weights that were trained before: SFT with Loop Dropout (p = 0.5, K = 4, 1 step, seed 42)"
+        "second started from weights that were trained before: SFT with Loop Dropout (p = 0.5, K = 4, 1 step, learning rate "
+        "0.01, seed 42)"
     )
     assert line in text and text.count("trained before") == 1
     make_sft(output_dir=second.args.output_dir).save_model()  # another adapter than the one of the results

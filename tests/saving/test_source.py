@@ -512,7 +512,7 @@ def test_training_in_python_without_a_saved_adapter(make_sft, tmp_path):
     trainer.train()
     with user_error(
         f"{tmp_path} has no adapter of its own, although its training has ended. In Python, call `trainer.save_model..` "
-        f"before another trainer trains the model, or use {tmp_path}/checkpoint-2.$"
+        f"before the model is trained again, or use {tmp_path}/checkpoint-2.$"
     ):
         load(find_source(tmp_path))
     shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3")  # of a later training, which was stopped
@@ -725,7 +725,7 @@ def test_adapter_that_a_later_training_did_not_replace_is_named(make_sft, tmp_pa
         find_source(tmp_path)
         return log.text
 
-    advice = "After a training in Python, call `trainer.save_model()` before another trainer trains the model, or use"
+    advice = "After a training in Python, call `trainer.save_model()` before the model is trained again, or use"
     first = trainer(2)
     first.save_model()
     first.train()

@@ -124,6 +124,11 @@ def test_wrong_field_that_is_set_later_raises(config, name, value, message):
         ({"rule_args": {"q": 0.5}}, "'q'"),
         ({"rule_args": 3}, "`rule_args` must be a mapping"),
         ({"loss_average": "rows"}, "`loss_average` must be"),
+        ({"rule": "LoRA"}, "`rule` must be one of .*, got 'LoRA'. Did you mean 'lora'"),
+        (
+            {"rule": "schedule", "rule_args": {"p_strat": 0.3}},
+            "no field 'p_strat'. It takes .* Did you mean 'p_start'",
+        ),
         ({"depth_sampling": "unifrom"}, "Did you mean 'uniform'"),
         (
             {"num_loops": 2},

@@ -272,6 +272,7 @@ def test_handle_takes_another_p_and_rule():
     with user_error("`rule` must be a name, or a rule .*, got 0.5"):
         handle.rule = 0.5
     for name, value, message in (
+        ("P", 0.1, "`P` is not an attribute of the handle. Did you mean 'p'"),
         ("ruel", "lora", "`ruel` is not an attribute of the handle. Did you mean 'rule'"),
         ("sample", [1, 1, 1, 1], "`sample` must be a function of `example_ids` that returns gates"),
         ("seed", "7", "`seed` must be an integer, got '7'"),
@@ -326,6 +327,20 @@ def test_other_trainer_of_a_gated_model_warns(make_sft, tmp_path, log):
     args = transformers.TrainingArguments(tmp_path, max_steps=2, save_strategy="no", use_cpu=True, report_to="none")
     transformers.Trainer(model, args, train_dataset=rows, data_collator=transformers.default_data_collator).train()
     assert is_warned() == 1 and "call `loop_dropout(model)` first" in log.text
+
+
+@pytest.mark.parametrize("is_base_only", [True, False])
+def test_training_loop_in_evaluation_mode_warns(is_base_only, log):
+    """As after `load_model` or an evaluation. PEFT's model around a model in evaluation mode is in training mode."""
+    model = get_peft_model(tiny_ouro().eval(), default_peft_config())
+    if not is_base_only:
+        model.eval()
+    handle = loop_dropout(model)
+    loss = model(IDS, labels=IDS).loss  # a look at the loss
+    assert NO_GATES not in log.text
+    loss.backward()
+    assert NO_GATES in log.text and "Call `model.train()` before" in log.text and "first" not in log.text
+    assert handle.num_draws == 0
 
 
 @pytest.mark.parametrize("rule", ["loop_dropout", "learned", "weight_noise"])

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModelForCausalLM, get_peft_model, get_peft_model_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
 
@@ -45,6 +45,7 @@ from loopdropout_trainer.gates import RULES, ExactlyM, GateRule, make_rule
 from loopdropout_trainer.lora import adapted_layers
 from loopdropout_trainer.settings.arguments import AdapterArguments
 from loopdropout_trainer.settings.recipe import load_recipe
+from loopdropout_trainer.training.start import describe_training
 
 
 LAYER_0 = ["model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_proj"]
@@ -100,6 +101,7 @@ def test_merged_adapter_neither_trains_nor_merges_again(train, tmp_path, action)
         ({"callbacks": [5]}, "`callbacks` must be a list of `TrainerCallback`s, got 5 in it"),
         ({"processing_class": "tiny-ouro"}, "`processing_class` must be a tokenizer, .* `load_tokenizer.'tiny-ouro'.`"),
         ({"optimizers": 5}, "`optimizers` must be a pair of an optimizer and its schedule"),
+        ({"args": {"p": 0.5}}, r"`args` must be a LoopDropoutConfig or .*, got a dict. .* `LoopDropoutConfig\(\*\*fields"),
         ({"compute_metrics": 5}, "`compute_metrics` must be a function, got 5"),
         ({"peft_config": {"r": 4}}, "`peft_config` must be a LoraConfig, such as .*, got {'r': 4}"),
         ({"train_dataset": "rows.jsonl"}, "`train_dataset` must be .*, got 'rows.jsonl'. Load a file by"),
@@ -288,7 +290,10 @@ def test_untrained_adapter_that_replaces_a_trained_one_is_named(train, make_sft,
     assert "replaces" not in log.text
     make_sft(p=0.25).save_model()
     folder = trained.args.output_dir
-    assert f"{folder} has an adapter from SFT with Loop Dropout (p = 0.5, K = 4, 1 step, seed 42)" in log.text
+    assert (
+        f"{folder} has an adapter from SFT with Loop Dropout (p = 0.5, K = 4, 1 step, learning rate 0.01, seed 42)"
+        in log.text
+    )
     assert "`save_model` replaces it by one that no `train()` has trained." in log.text
 
 
@@ -455,7 +460,9 @@ def metadata_of(trainer):
     return json.loads(Path(trainer.args.output_dir, "loop_dropout.json").read_text())
 
 
-BEFORE = r"SFT with Loop Dropout \(p = 0.25, K = 4, 2 steps, seed 42\) on 48 examples \(digest \w{16}\)"
+BEFORE = (
+    r"SFT with Loop Dropout \(p = 0.25, K = 4, 2 steps, learning rate 0.01, seed 42\) on 48 examples \(digest \w{16}\)"
+)
 
 
 @pytest.mark.parametrize("same_trainer", [True, False])
@@ -475,9 +482,11 @@ def test_second_training_names_the_first(train, make_sft, tmp_path, log, same_tr
     merge_and_save(second.model, tmp_path / "merged")
     for card in (folder / "README.md", tmp_path / "merged" / "README.md"):
         assert f"| Trained before | {earlier} |" in card.read_text()
-    third = make_sft(second.model, max_steps=1, output_dir=str(tmp_path / "third"))
+    depths = {"depth_sampling": "uniform", "depth_sampling_args": {"low": 1, "high": 2}}
+    third = make_sft(second.model, max_steps=1, output_dir=str(tmp_path / "third"), **depths)
     third.train()
     assert len(metadata_of(third)["earlier_trainings"]) == 2
+    assert "(p = 0.5, K = 4, depths from 1 to 2 in training, 1 step" in describe_training(metadata_of(third))
     log.clear()
     new = train(max_steps=1)
     assert "trained before" not in log.text and "earlier_trainings" not in metadata_of(new)
@@ -638,7 +647,7 @@ def test_stopped_training_counts_its_steps(make_sft, tmp_path, log):
         assert re.search(r"\| Training data \| 48 examples \(digest \w+\) \|", text)
     second = make_sft(first.model, max_steps=2, output_dir=str(tmp_path / "second"), **fields)
     second.train()
-    assert "trained before: SFT with Loop Dropout (p = 0.5, K = 4, 3 steps, seed 42) on 48 examples" in log.text
+    assert "trained before: SFT with Loop Dropout (p = 0.5, K = 4, 3 steps, learning rate 0.01, seed 42)" in log.text
     facts = metadata_of(second)
     assert "stopped" not in facts and "stopped" not in Path(second.args.output_dir, "README.md").read_text()
     log.clear()
@@ -985,6 +994,8 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
     }.items():
         with user_error(f"`{name}` must be set in the arguments of the .*{fix.replace('NAME', name)}"):
             setattr(trainer, name, 1)
+    with user_error("`q` is not an attribute of the trainer. Set `p` = 1 - q"):
+        trainer.q = 0.5
     trainer.note = "an attribute of the user"
     for name, meant in {"rul": "rule", "P": "p", "pp": "p", "dropout": "p", "num_lops": "num_loops"}.items():
         with user_error(f"`{name}` is not an attribute of the trainer. Did you mean '{meant}'?"):
@@ -1039,13 +1050,30 @@ def test_field_that_is_read_once_raises_after_a_change(make_sft, name, value):
         trainer.train()
 
 
-def test_p_that_a_callback_changes_raises(make_sft):
-    class Change(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            args.p = 0.25
+@pytest.mark.parametrize(
+    ("name", "value", "is_of_trainer", "message"),
+    [
+        ("p", 0.25, True, "`p` must keep its value 0.5 in the training, got 0.25. .* the rule 'schedule'"),
+        ("p", 0.25, False, "`p` must keep its value 0.5 in the training, got 0.25. .* the rule 'schedule'"),
+        ("rule", "lora", True, "`rule` must keep its value 'loop_dropout' in the training, got 'lora'. Set it before"),
+        ("depth_sampling", "uniform", False, "`depth_sampling` must keep its value 'fixed' .* Make a new trainer"),
+    ],
+)
+@pytest.mark.parametrize("event", ["on_step_begin", "on_train_end"])
+def test_rule_that_a_callback_changes_raises(make_sft, name, value, is_of_trainer, message, event):
+    """The records would name it for all steps. After the error, it can be set."""
 
-    with user_error("`p` must keep its value 0.5 in the training, got 0.25. .* the rule 'schedule'"):
-        make_sft(callbacks=[Change()], max_steps=2).train()
+    class Change(TrainerCallback):
+        def change(self, args, state, control, **kwargs):
+            setattr(trainer if is_of_trainer else args, name, value)
+
+    setattr(Change, event, Change.change)
+    trainer = make_sft(callbacks=[Change()], max_steps=1)
+    with user_error(message):
+        trainer.train()
+    if is_of_trainer:
+        setattr(trainer, name, value)
+        assert getattr(trainer.args, name) == value
 
 
 def test_missing_data_of_evaluate_and_predict_is_named(config, dataset, tokenizer):
@@ -1089,7 +1117,21 @@ def test_data_that_is_set_later_is_prepared_or_named(train, dataset):
     assert trainer.evaluate()["eval_loss"] == first
     with user_error("`train_dataset` must have the columns input_ids, .* got prompt, completion. Make a new trainer"):
         trainer.train_dataset = dataset
+    for rows in ([*dataset], IterableDataset.from_generator(lambda: iter(dataset))):
+        with user_error("`train_dataset` must have the columns input_ids, .* got prompt, completion. Make a new"):
+            trainer.train_dataset = rows
+    with user_error("`train_dataset` must be a `Dataset` or an `IterableDataset`, got 'rows.jsonl'"):
+        trainer.train_dataset = "rows.jsonl"
     trainer.train_dataset = trainer.train_dataset.select(range(8))
+    for metrics, message in (
+        (0.5, "`compute_metrics` must return a dictionary of numbers by their names, .*, got 0.5"),
+        ({"own": torch.ones(2)}, "`compute_metrics` must return numbers by their names, got tensor.* for 'own'"),
+    ):
+        trainer.compute_metrics = lambda predictions, metrics=metrics: metrics
+        with user_error(message):
+            trainer.evaluate()
+    trainer.compute_metrics = lambda predictions: {"own": torch.ones(1), "words": ["a"]}
+    assert trainer.evaluate()["eval_own"] == 1
 
 
 def test_changed_field_of_an_own_rule_raises(train):

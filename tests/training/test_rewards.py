@@ -37,7 +37,9 @@ def test_math_verify_reads_latex():
     assert REWARDS["math_verify"](completions=completions, answer=references) == right
 
 
-def test_page_names_all_scorers():
+def test_pages_name_all_scorers():
     own = {name for name, reward in REWARDS.items() if reward.__module__ == "loopdropout_trainer.rewards"}
     line = re.search(r"(?s)\n- `scorer` is (.*?)\. `--import", (ROOT / "docs/evaluation.md").read_text())[1]
     assert {*re.findall("`(.*?)`", line)} == own
+    table = (ROOT / "docs/reinforcement.md").read_text().partition("| reward |")[2].partition("\n\n")[0]
+    assert {*re.findall("(?m)^. `(.*?)`", table)} == own
