@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.data.arguments import has_held_out
-from loopdropout_trainer.errors import UserError, closest_match
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.files import find_recipes_of_name
 from loopdropout_trainer.gates import LoopDropout, make_rule
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, names_of
@@ -101,6 +102,10 @@ def check_fields(sweep: Any, methods: dict[str, Any]) -> None:
         methods: Definition of each method, from `read_methods`.
     """
     _check_repetitions(sweep)
+    for name, factor in sweep.rate_factors.items():
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not is_number or not 0 < factor < inf:
+            raise UserError(f"`rate_factors` must map {name} to a number larger than 0, got {short_repr(factor)}.")
     chosen_by = sweep.select_on
     if chosen_by not in (None, "eval_loss") and closest_match(chosen_by, ["eval_loss"]):
         raise UserError(f"`select_on` must be `eval_loss` or a task, got {chosen_by!r}. Did you mean 'eval_loss'?")

@@ -110,9 +110,6 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
     Raises:
         UserError: If there is a mistake in a recipe.
     """
-    rates = ", ".join(f"{rate:g}" for rate in sorted(sweep.learning_rates))
-    if sweep.extend_grid:
-        rates += " (and more at the edge of the grid)"
     trainings = count_sweep_examples(examples, _read_trainings(sweep))  # with the numbers of the loaded examples
     models, sizes = {}, {}
     for method, training in trainings.items():
@@ -133,7 +130,7 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLo
         "model": _by_method(models),
         "methods": ", ".join(sweep.recipes),
         "rules": _by_method({method: _describe_rule(method, training) for method, training in trainings.items()}),
-        "learning rates": rates,
+        "learning rates": _by_method({method: _describe_rates(sweep, method) for method in sweep.recipes}),
         "seeds": _describe_seeds(sweep),
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
         "each training": _by_method(sizes),
@@ -191,6 +188,16 @@ def _check_trainings(sweep: Any) -> None:
         print(titled("gates", plan["gates"].splitlines()), file=sys.stderr)
     if not are_all_loaded(examples):
         print(titled("examples", plan["examples"].splitlines()), file=sys.stderr)
+
+
+def _describe_rates(sweep: Any, method: str) -> str:
+    """Return the learning rates of a method, with its factor and what is known of an extended grid."""
+    text = ", ".join(f"{rate:g}" for rate in sweep.choice(method).rates)
+    if not sweep.extend_grid:
+        return text
+    if sweep.full_grid:
+        return f"{text} (`extend_grid` adds none, because no learning rate is chosen)"
+    return f"{text} (and more at the edge of the grid)"
 
 
 def _describe_seeds(sweep: Any) -> str:

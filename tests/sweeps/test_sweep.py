@@ -910,6 +910,24 @@ def test_plan_reads_values_as_a_training_does(lab, capsys):
     assert "evaluate arithmetic_hard\n                  evaluate arithmetic_hard at K = 8\n" in capsys.readouterr().out
 
 
+def test_plan_has_the_learning_rates_of_each_method(lab, capsys):
+    """With its factor. A grid without a choice is not extended."""
+    fields = {"methods": ["lora", "loop_dropout"], "rate_factors": {"lora": 2}, "learning_rates": [0.01, 0.02]}
+    extended = {"extend_grid": True, "learning_rates": [0.01]}
+    more, none = (
+        " (and more at the edge of the grid)",
+        " (`extend_grid` adds none, because no learning rate is chosen)",
+    )
+    for changes, text in (
+        ({}, "lora: 0.02, 0.04\n                loop_dropout: 0.01, 0.02\n"),
+        ({"extend_grid": True, "rate_factors": {}}, f"0.01, 0.02{more}\n"),
+        ({**extended, "rate_factors": {}}, f"0.01{none}\n"),
+    ):
+        lab.sweep(**{**fields, **changes})
+        sweep.main([lab.file, "--dry_run", "true"])
+        assert f"\nlearning rates  {text}" in capsys.readouterr().out
+
+
 def test_plan_of_methods_with_their_own_evaluations_has_a_line_for_each(lab, capsys):
     methods = [{"lora": "lora", "deep": {"eval_num_loops": [8]}}]
     lab.sweep(methods=methods)
@@ -1332,6 +1350,8 @@ ERRORS = [
     ({"learning_rates": [1e-3, 0.01, 0.001]}, "`learning_rates` must have different values, got 0.001 twice"),
     ({"script": "sftt"}, "`script` must be sft, dpo or grpo, got 'sftt'. Did you mean 'sft'?"),
     ({"methods": {"x": {"learning_rate": 0.05}}}, "`learning_rate` is set by the sweep"),
+    ({"rate_factors": {"lora": "x"}}, "`rate_factors` must map lora to a number larger than 0, got 'x'."),
+    ({"rate_factors": {"lora": 0}}, "`rate_factors` must map lora to a number larger than 0, got 0."),
     ({"rate_factors": {"lorra": 2.0}}, "Did you mean 'lora'?"),
     ({"measure": {"lora_r": 4}}, "`measure` has no 'lora_r'"),
     (
