@@ -218,6 +218,12 @@ def describe_rest(results: pd.DataFrame, has_left_out: bool) -> str:
         return "There is no table yet, because the results of all trainings are left out."
     if trained.empty:
         return "There is no result of a training to report yet, only measurements of the base model."
+    gates = trained.loc[trained["metric"] == "accuracy", "gates"].unique()
+    if len(gates):
+        return (
+            f"There is no accuracy with all gates at 1 to report, only with the gates {', '.join(gates)}. A table of your own "
+            f"selects them, by `gates: {gates[0]}` (docs/reports.md)."
+        )
     metrics = ", ".join(sorted(trained["metric"].unique()))
     return f"There is no accuracy, held-out loss or cost of a training to report, only {metrics}."
 
@@ -308,8 +314,10 @@ def report_accuracy(results: pd.DataFrame, output_dir: Path) -> bool:
             [*describe_sizes(of_choice), f"{CHOICE_NOTE.format('accuracies')} They are not in the other tables."],
         )
         save_table(of_choice, accuracy_table(of_choice), text, output_dir / "choice")
-    draw_figure(overview_figure(results), output_dir / "overview")
-    return True
+    figure = overview_figure(results)
+    if figure is not None:
+        draw_figure(figure, output_dir / "overview")
+    return figure is not None
 
 
 def report_reductions(results: pd.DataFrame, output_dir: Path) -> bool:

@@ -78,7 +78,9 @@ def _draw_first_run(run: Run) -> None:
     from loopdropout_trainer.reports.plots import save_figure
 
     results = load_results(folder)
-    save_figure(overview_figure(results[results["checkpoint"].isna()]), folder / "figure")
+    figure = overview_figure(results[results["checkpoint"].isna()])
+    if figure is not None:
+        save_figure(figure, folder / "figure")
 
 
 def describe_losses_above_base(training: pd.DataFrame, runs: Sequence[Run]) -> list[str]:

@@ -89,6 +89,9 @@ def overview_figure(results: pd.DataFrame) -> Any:
 
     Args:
         results: from `load_results`.
+
+    Returns:
+        The figure, or None if all accuracies are under chosen gates, which it does not draw.
     """
     from loopdropout_trainer.reports.plots import line_plot, mark_training_depth
 
@@ -121,6 +124,8 @@ def overview_figure(results: pd.DataFrame) -> Any:
         "y_label": ["accuracy (%)", "accuracy (%)", "loss reduction (%)"],
     }
     rows = pd.concat([own.assign(panel=panel) for panel, own in panels.items()]).dropna(subset="loop")
+    if rows.empty:
+        return None
     by = ["panel", "label", "loop"]
     data = points(labelled(rows), by)
     data["panel"] = pd.Categorical(data["panel"], [panel for panel in panels if panel in {*data["panel"]}])

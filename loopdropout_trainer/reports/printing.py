@@ -200,7 +200,9 @@ def print_diagnostics(rows: list[dict[str, Any]]) -> None:
         is_of_adapter = results["adapter"].notna()  # the base model has results of its own
         results.loc[is_shared & is_of_adapter, "method"] += ", " + shorten_folders(results["adapter"])
     curvatures = results.query("metric == 'curvature'")
-    print_by_method("curvature (nats per token) by loop", curvatures, "loop", "{:.4g}".format)
+    if len(curvatures):
+        loops = "loop " + curvatures["loop"].astype(int).astype(str)
+        print_by_method("curvature (nats per token)", curvatures, loops, "{:.4g}".format)
     print_losses(results)
     print_loss_reductions(results)
     reductions = results.query("metric == 'loss_reduction'")

@@ -78,7 +78,7 @@ def describe_choice_reason(of_choice: Sequence[dict[str, Any]], shown: Sequence[
     run = of_choice[0]["folder"]
     sweep = folder_of_run(run)
     if sweep is None:  # a copy of the run
-        return f"{reason} `{join_command('diagnose', run)}` measures such losses, in the same way for the run of each seed."
+        return f"{reason} `{join_command('diagnose', run)}`, and the same for the run of each other seed, measures all alike."
     return f"{reason} `{join_command('diagnose', sweep)}` measures all seeds alike."
 
 

@@ -1228,6 +1228,9 @@ def test_readouts_and_chosen_gates_are_not_the_answer(tmp_path, capsys):
     for method, value in (("LoRA", 50.0), ("Loop Dropout", 60.0)):
         rows = [{"value": value}, {"value": 5.0, "gates": "1-1-0-0"}, {"value": value / 2, "readout": 2, "n": 10}]
         write(tmp_path / f"run/{method}", rows if method == "LoRA" else rows[:1], method=method)
+    write(tmp_path / "gated", [{"value": 5.0, "gates": "1-1-0-0"}])  # alone, it was a traceback
+    text, _ = report_on(tmp_path / "gated", capsys)
+    assert "only with the gates 1-1-0-0. A table of your own selects them, by `gates: 1-1-0-0`" in text
     _, folder = report_on(tmp_path / "run", capsys)
     numbers = pd.read_csv(folder / "accuracy.csv").set_index("method")
     assert {**numbers["mean"]} == {"LoRA": 50.0, "LoRA, readout of loop 2": 25.0, "Loop Dropout": 60.0}
