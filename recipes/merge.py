@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.errors import UserError, join_command, run_script
 from loopdropout_trainer.files import check_link, is_checkpoint
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.cards import read_card_fields
@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> None:
             merged, args.hub_model_id, private=args.hub_private_repo, revision=args.hub_revision
         )
         print(f"Pushed to {address}")
+    print(f"\nNext:\n  {join_command('chat', merged)}   # ask it")
 
 
 if __name__ == "__main__":

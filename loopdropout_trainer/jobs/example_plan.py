@@ -49,6 +49,8 @@ def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, ar
     if args.max_steps > 0:  # then the epochs depend on the number of rows
         length = f"{steps}, {about}{epochs}"
     lines = [f"{num_examples:,}{packed}, {held_out}, {length}"]
+    if num_examples < num_held_out and not data.eval_files:
+        lines.append("more examples are held out than trained on (`num_eval_examples`)")
     if loaded.num_repeats:
         lines.append(describe_repeats(loaded.num_repeats, num_examples))
     for source, trained_share in zip(loaded.sources, loaded.trained_shares, strict=True):

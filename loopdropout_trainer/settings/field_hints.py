@@ -1,12 +1,16 @@
-"""The advice in the message about a field that a script does not have, by the names that people type."""
+"""The advice about a field that a script does not have, by the names that people type, or that has no effect."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.errors import UserError, closest_match, find_mistyped, short_repr
 
+
+logger = logging.getLogger(__name__)
 
 USUAL_NAMES = {
     # Optimizer and length
@@ -179,6 +183,24 @@ def check_advice(given: Collection[str], fields: Collection[str], advice: Mappin
     for name in given:
         if name not in fields and name in advice:
             raise UserError(f"`{name}` is not a field of this script. {advice[name]}")
+
+
+def warn_of_unused_epochs(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Warn if a command line sets `num_train_epochs`, but the length follows from the `max_steps` of the recipe.
+
+    The other way around is usual: `--max_steps 20` tries a recipe with `num_train_epochs`.
+    """
+    max_steps = recipe.get("max_steps")
+    is_limited = isinstance(max_steps, int) and max_steps > 0
+    if "num_train_epochs" not in changes or "max_steps" in changes or not is_limited:
+        return
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "`--num_train_epochs %s` has no effect, because the recipe sets `max_steps: %d`. Add `--max_steps -1` to train "
+            "for so many epochs.",
+            changes["num_train_epochs"],
+            max_steps,
+        )
 
 
 def _name_value(value: Any) -> str:

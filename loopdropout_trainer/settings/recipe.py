@@ -21,7 +21,13 @@ import yaml
 from loopdropout_trainer.errors import UserError, hide_secrets
 from loopdropout_trainer.files import check_links, file_hint, recipe_hint, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.settings.command_fields import TRAININGS, find_command_fields, find_fields
-from loopdropout_trainer.settings.field_hints import InnerFields, check_advice, field_hint, list_fields
+from loopdropout_trainer.settings.field_hints import (
+    InnerFields,
+    check_advice,
+    field_hint,
+    list_fields,
+    warn_of_unused_epochs,
+)
 from loopdropout_trainer.settings.field_values import is_optional, option_value, read_value
 from loopdropout_trainer.settings.fields import items_of
 from loopdropout_trainer.settings.help import print_help
@@ -204,6 +210,7 @@ def read_settings(
     for name in changes:
         if name in unread:
             raise UserError(f"`{name}` is a field of trainings, which has no effect on this script. Remove it.")
+    warn_of_unused_epochs(recipe, changes)
     given = {name: value for name, value in override(recipe, changes).items() if name not in unread}
     check_advice(given, fields, getattr(dataclass_types[0], "advice", {}))
     return _read_values(given, fields, hints, getattr(dataclass_types[0], "inner_fields", None))

@@ -725,6 +725,7 @@ def test_own_data_page_tries_a_chat(page, capsys):
     output = capsys.readouterr().out
     assert page["turns"] in output and "eval_loss" in output and "adapter" in output
     assert "The merged model is in outputs/chats/merged" in output
+    assert "\nNext:\n  loopdropout chat outputs/chats/merged   # ask it\n" in output
     for folder in ("outputs/chats", "outputs/chats/merged"):
         source = find_source(folder)
         assert (

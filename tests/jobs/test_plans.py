@@ -98,6 +98,8 @@ def test_plan_counts_the_checkpoints_of_loaded_examples(plan):
     lines = plan(PAIRS, words)
     disk = "disk        about 0.2 MB for adapters, 1.9 MB for 4 checkpoints (set `save_total_limit` to keep fewer)"
     assert [line for line in lines if "checkpoint" in line] == [disk]
+    more = "            more examples are held out than trained on (`num_eval_examples`)"
+    assert more not in lines and more in plan(PAIRS, "--num_eval_examples", str(len(PAIRS) - 1))
     lines = plan(PAIRS, words, "--save_total_limit 2")
     assert "disk        about 0.2 MB for adapters, 0.9 MB for 2 checkpoints (`save_total_limit: 2`)" in lines
     best = "--save_strategy best --eval_strategy epoch --metric_for_best_model eval_loss --num_eval_examples 2"

@@ -310,6 +310,16 @@ def test_parse_explains_mistakes(write, given, message):
         read(*words)
 
 
+def test_epochs_of_a_command_line_without_effect_are_named(write, log):
+    path = str(write("max_steps: 40\nnum_train_epochs: 3\n"))
+    for words in ((), ("--max_steps", "20"), ("--num_train_epochs", "2", "--max_steps", "-1")):
+        read_settings((LoopDropoutConfig,), [path, *words])
+    assert not log.messages
+    read_settings((LoopDropoutConfig,), [path, "--num_train_epochs", "2"])
+    fix = "Add `--max_steps -1` to train for so many epochs."
+    assert f"`--num_train_epochs 2` has no effect, because the recipe sets `max_steps: 40`. {fix}" in log.messages
+
+
 def test_command_line_sets_what_a_recipe_must_not(write):
     path = write("name: x\nmapping: {attn_implementation: a/b, 0: 20GiB}\n")
     with user_error("can run code"):
