@@ -524,7 +524,7 @@ def test_diagnose_runs_each_diagnostic_on_a_task(saved, tmp_path, capsys):
     assert {row["task"] for row in rows} == {"own_gsm8k"} and len(rows) == (3 * 2 + 2) * (4 + 1)
     own, printed = values(rows, "curvature", method="ours"), capsys.readouterr().out
     assert values(rows, "curvature_term", method="ours") == pytest.approx([sum(own) / 2])
-    assert f"{own[0]:.4g}" in printed and re.search("method  +loop 1  +loop 2  +loop 3  +loop 4\n", printed)
+    assert f"{own[0]:.4g}" in printed and re.search(r"curvature \(nats per token\)\nmethod +loop 1  ", printed)
 
 
 def test_diagnose_prints_losses_by_depth_and_readout(saved, tmp_path, capsys):
