@@ -135,7 +135,8 @@ def count_epochs(args: GateConfig, num_rows: int | None) -> float | None:
 
 
 def _count_steps_per_epoch(args: GateConfig, num_rows: int) -> int:
-    return math.ceil(num_rows / args.examples_per_step)
+    """Return the number of optimizer steps in an epoch, of which the last one may have fewer examples."""
+    return max(1, math.ceil(args.count_micro_batches(num_rows) / args.gradient_accumulation_steps))
 
 
 def name_epochs(number: float) -> str:

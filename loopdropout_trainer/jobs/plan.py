@@ -117,7 +117,10 @@ def describe_all_gates(trainings: Sequence[Training]) -> str:
 
 
 def describe_step(args: GateConfig) -> str:
-    """Return the number of rows of an optimizer step, which are examples, or those that examples are packed into."""
+    """Return the number of rows of an optimizer step: its examples, packed rows, or prompts and their completions."""
+    if args.command == "grpo":
+        num_prompts = args.examples_per_step // args.num_generations
+        return f"{count(num_prompts, 'prompt')} with {count(args.num_generations, 'completion')} each per step"
     row = "packed row" if getattr(args, "packing", False) else "example"
     return f"{count(args.examples_per_step, row)} per step"
 

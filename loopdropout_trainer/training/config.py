@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -260,8 +261,15 @@ class GateConfig:
 
     @property
     def examples_per_step(self) -> int:
-        """Number of examples of an optimizer step in all processes."""
+        """Number of examples of an optimizer step in all processes. In GRPO, they are completions."""
         return self.rows_per_process * self.gradient_accumulation_steps * self.world_size
+
+    def count_micro_batches(self, num_rows: int) -> int:
+        """Return the number of micro-batches that a process trains on in an epoch of `num_rows` examples."""
+        number = num_rows / (self.rows_per_process * self.world_size)
+        if self.dataloader_drop_last:
+            return math.floor(number)
+        return math.ceil(number)
 
     @property
     def seed_of_gates(self) -> int:
@@ -434,3 +442,15 @@ class LoopDropoutGRPOConfig(GateConfig, GRPOConfig):
                 "`num_iterations` must be 1, and `steps_per_generation` must divide `gradient_accumulation_steps`, got "
                 f"{self.num_iterations}, {self.steps_per_generation} and {self.gradient_accumulation_steps}."
             )
+
+    @property
+    def prompts_per_generation(self) -> int:
+        """Number of prompts in all processes whose completions are sampled together."""
+        return self.generation_batch_size // self.num_generations
+
+    def count_micro_batches(self, num_rows: int) -> int:
+        """Return the number of micro-batches that a process trains on in an epoch of `num_rows` prompts.
+
+        TRL leaves out the last prompts of an epoch if they are fewer than `prompts_per_generation`.
+        """
+        return num_rows // self.prompts_per_generation * self.steps_per_generation

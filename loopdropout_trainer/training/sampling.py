@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
 
 
 def check_sampling(args: TrainingArguments, dataset: Any) -> None:
@@ -21,6 +22,8 @@ def check_sampling(args: TrainingArguments, dataset: Any) -> None:
             f"`per_device_train_batch_size` must be at most {len(dataset)}, the number of training examples, if "
             f"`dataloader_drop_last` is true, got {batch_size}."
         )
+    if isinstance(args, LoopDropoutGRPOConfig) and isinstance(dataset, Sized):
+        _check_prompts(args, len(dataset))
     if args.train_sampling_strategy == "batch_rebalance":
         raise UserError(
             "`train_sampling_strategy` must be 'random', 'group_by_length' or 'sequential', got 'batch_rebalance', which "
@@ -30,6 +33,17 @@ def check_sampling(args: TrainingArguments, dataset: Any) -> None:
         raise UserError(
             "`accelerator_config` must have `use_seedable_sampler: true`, because a training could not be resumed otherwise."
         )
+
+
+def _check_prompts(args: LoopDropoutGRPOConfig, num_prompts: int) -> None:
+    """Raise UserError if TRL would leave out all prompts, because they fill no batch of completions."""
+    if num_prompts >= args.prompts_per_generation:
+        return
+    raise UserError(
+        f"`generation_batch_size` must be at most {num_prompts * args.num_generations}, which is `num_generations` "
+        f"({args.num_generations}) times the number of training prompts ({num_prompts}), got {args.generation_batch_size}. "
+        "Set a lower `per_device_train_batch_size`, from which it follows."
+    )
 
 
 def seed_lengths(sampler: Sampler | None, seed: int) -> Sampler | None:

@@ -605,6 +605,11 @@ OTHERS = [("dpo", PREFERENCES, ["eval_loss"]), ("grpo", PREFERENCES + REWARDS, [
 @pytest.mark.parametrize(("script", "words", "metrics"), OTHERS, ids=["dpo", "grpo"])
 def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
     text = run(f"{script}/arithmetic.yaml", words, "--output_dir", tmp_path, script=script)
+    if script == "grpo":
+        assert "2 prompts with 4 completions each per step" in text
+        assert "32, 4 held out, 2 optimizer steps, 0.125 epochs\n" in text
+        states = [json.loads(file.read_text()) for file in tmp_path.rglob("trainer_state.json")]
+        assert [state["epoch"] for state in states if state["global_step"] == 2].count(0.125) >= 2
     found = {(row["method"], row["metric"]) for row in read_results(tmp_path)}
     assert found >= {*product(("Loop Dropout", "LoRA"), ("train_loss", "train_seconds", *metrics))}
     assert "Training at K = 4" in text

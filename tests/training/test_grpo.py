@@ -11,6 +11,7 @@ from helpers.errors import user_error
 from helpers.tiny import DORY, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from helpers.trainers import Recording, assert_same_weights, logged
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, default_peft_config, use_gates
+from loopdropout_trainer.costs.trainings import count_steps
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.rewards import REWARDS
@@ -131,6 +132,8 @@ def test_num_tokens_continues(make, fields):
     }
     theirs = make(cls=GRPOTrainer, **fields)
     theirs.train()
+    if fields["max_steps"] < 0:
+        assert count_steps(make(**fields).args, len(PROMPTS)) == theirs.state.max_steps == 2
     counts = logged(theirs, "num_tokens")
     trainer = make(**fields)
     trainer.train()
@@ -177,6 +180,17 @@ def test_settings_that_do_not_fit_raise(make):
     for fields in ({"num_iterations": 2}, {"steps_per_generation": 2}):  # which reuse completions
         with user_error("`num_iterations` must be 1, and `steps_per_generation` must divide"):
             make(**fields)
+
+
+def test_prompts_of_an_epoch_are_counted_as_in_trl(make):
+    """TRL leaves out two of twelve prompts if five of them fill a batch of completions."""
+    trainer = make(max_steps=-1, num_train_epochs=1, per_device_train_batch_size=15)
+    trainer.train()
+    assert trainer.state.global_step == count_steps(trainer.args, len(PROMPTS)) == 2
+    with user_error(
+        r"`generation_batch_size` must be at most 36, .* got 39. Set a lower `per_device_train_batch_size`"
+    ):
+        make(max_steps=-1, per_device_train_batch_size=39)
 
 
 def test_rewards_may_be_names(make, config, tokenizer):
