@@ -40,6 +40,7 @@ NAMES = [
     CARD,
     *(page.relative_to(ROOT).as_posix() for page in PAGES),
 ]
+REPOSITORY = "https://github.com/someone/loopdropout-trainer"
 TESTED_ELSEWHERE = {"docs/own_data.md", "docs/training_loops.md", "docs/extending.md"}
 """Pages that test_data.py, test_loop_dropout.py and test_extending.py run."""
 CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -383,6 +384,9 @@ def test_site_builds(tmp_path):
     python("-m", "mkdocs", "build", "--strict", "-d", tmp_path, cwd=ROOT, fresh=True)
     text = re.sub("<[^>]+>", "", (tmp_path / "reference.html").read_text(encoding="utf-8"))
     assert "option(" not in text and "learning_rate=0.0001" in text
+    questions, recipes = ((tmp_path / f"{name}.html").read_text(encoding="utf-8") for name in ("questions", "recipes"))
+    assert 'href="recipes.html#the-papers-rows"' in questions and 'href="replication/plan.html"' in recipes
+    assert 'href="questions.html">docs</a>' in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
 def test_quickstart_has_one_duration():
@@ -403,7 +407,33 @@ def test_site_has_no_links_to_programs(monkeypatch):
     links = {}
     for page in PAGES:
         source = page.relative_to(ROOT / "docs").as_posix()
-        shown = SimpleNamespace(is_homepage=False, file=SimpleNamespace(src_uri=source))
-        text = hooks.on_page_markdown(page.read_text(encoding="utf-8"), shown)
+        shown = SimpleNamespace(file=SimpleNamespace(src_uri=source))
+        text = hooks.on_page_markdown(page.read_text(encoding="utf-8"), shown, {"repo_url": None})
         links[source] = re.findall(r"\]\((?!https?:)[^)#]*\.py[)#]", text)
     assert len(links) >= 30 and {source: found for source, found in links.items() if found} == {}
+
+
+LINKS_OF_THE_SITE = [
+    ("README.md", "[docs](docs/README.md)", "[docs](questions.md)", None),
+    ("README.md", "[CONTRIBUTING.md](CONTRIBUTING.md)", "[CONTRIBUTING.md](REPO/CONTRIBUTING.md)", "`CONTRIBUTING.md`"),
+    ("seeds.md", "[rows](../recipes/README.md#costs)", "[rows](recipes.md#costs)", None),
+    ("replication/plan.md", "[start](../../README.md#x)", "[start](../README.md#x)", None),
+    ("recipes.md", "[p](../docs/method.py)", "[p](REPO/docs/method.py)", "p (`docs/method.py`)"),
+    ("sft.md", "```python\n[a](speed.md)[b](../ruff.toml)\n```", None, None),
+    ("sft.md", "[a](speed.md#b), [b](https://c.de), [c](#d), rules[0](p)", None, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "text", "linked", "named"), LINKS_OF_THE_SITE)
+def test_site_links_the_files_of_the_repository(page, text, linked, named, monkeypatch):
+    """The index of questions and the recipes are pages, and other files are links if the repository has an address."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    hooks = import_module("site_hooks")
+    linked = (linked or text).replace("REPO", f"{REPOSITORY}/blob/HEAD")
+    shown = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    for repository, wanted in ((f"{REPOSITORY}/", linked), (None, named or linked)):
+        converted = hooks.on_page_markdown(text, shown, {"repo_url": repository})
+        if page == "README.md":  # whose text is that of the README
+            assert text in (ROOT / page).read_text() and wanted in converted and text not in converted
+        else:
+            assert converted == wanted
