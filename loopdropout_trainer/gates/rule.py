@@ -188,6 +188,11 @@ def make_rule(name: str, **fields: Any) -> GateRule:
     return make_from_fields(RULES, "rule", name, fields, _hint_at_code())
 
 
+def check_rule_name(option: str, name: str) -> None:
+    """Raise UserError unless an option that takes the name of a rule has one that is known."""
+    check_name(RULES, option, name, _hint_at_code())
+
+
 def _hint_at_code() -> str:
     """Return the end of a message about an unknown rule: the file that its code is in, or that its code must run first."""
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -260,9 +265,7 @@ def make_from_fields(
         fields: Values by field name.
         hint: End of the message about an unknown name.
     """
-    if name not in classes:
-        choices = ", ".join(sorted(classes))
-        raise UserError(f"`{option}` must be one of {choices}, got {name!r}.{closest_match(name, classes)}{hint}")
+    check_name(classes, option, name, hint)
     valid = [field.name for field in dataclasses.fields(classes[name]) if field.init]
     for field in fields:
         if field not in valid:
@@ -270,6 +273,13 @@ def make_from_fields(
             hint = closest_match(field, valid)
             raise UserError(f"`{option}: {name}` has no field {field!r}. It takes {takes}.{hint}")
     return classes[name](**fields)
+
+
+def check_name(classes: Mapping[str, type], option: str, name: str, hint: str = "") -> None:
+    """Raise UserError unless a name is one of the classes. The arguments are those of `make_from_fields`."""
+    if name not in classes:
+        choices = ", ".join(sorted(classes))
+        raise UserError(f"`{option}` must be one of {choices}, got {name!r}.{closest_match(name, classes)}{hint}")
 
 
 def check_number(name: str, value: Any, low: float, high: float, kind: type | tuple[type, ...] = (int, float)) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from loopdropout_trainer.data import DataArguments, LeftOut
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import lock_folder
+from loopdropout_trainer.gates.rule import check_rule_name
 from loopdropout_trainer.jobs.checks import check_settings
 from loopdropout_trainer.jobs.example_plan import describe_left_out, describe_loaded
 from loopdropout_trainer.jobs.measuring import evaluate, measure
@@ -129,6 +130,7 @@ class Job:
         recipe = {name: value for name, value in settings.items() if name not in unsaved}
         runs = [Run(self.script_args, self.args, recipe, self.starts_over)]
         for rule in self.script_args.compare_with or ():
+            check_rule_name("compare_with", rule)
             if rule != self.args.rule:
                 runs.append(self._compared_run(rule, recipe))
         for run in runs:

@@ -124,6 +124,15 @@ HOW_TO_COMPARE = {
 }
 """Fields of one value that people give several values, and how to compare the values."""
 
+WORDS_FOR_NULL = {"none", "[]", "off"}
+"""Words that people write for no value, in small letters, where YAML and command lines have `null`."""
+
+WITHOUT_VALUE = {
+    "compare_with": "to train one method only",
+    "benchmarks": "to evaluate nothing",
+}
+"""Fields and the purpose of the value `null`."""
+
 OF_OTHER_SCRIPTS = {
     "recipe": ("model_name_or_path", "A recipe with this field is a sweep. Use `loopdropout sweep`."),
     "model_name_or_path": (

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, get_args, get_origin
 
 from loopdropout_trainer.errors import UserError, check_type, describe_type, short_repr
-from loopdropout_trainer.settings.field_hints import HOW_TO_COMPARE
+from loopdropout_trainer.settings.field_hints import HOW_TO_COMPARE, WITHOUT_VALUE, WORDS_FOR_NULL
 from loopdropout_trainer.settings.fields import check_choice, check_value, items_of, single_types
 from loopdropout_trainer.settings.read_yaml import read_yaml
 
@@ -30,6 +30,7 @@ def is_optional(hint: Any) -> bool:
 
 def read_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
     """Return a value as a field takes it. Raise UserError unless it has the field's type, choices and bounds."""
+    _check_null(field.name, value, hint)
     fitted = _fit(value, hint)
     check_choice(field.name, fitted, _find_choices(field, hint))
     if isinstance(fitted, list):
@@ -55,6 +56,16 @@ def _check_single(name: str, values: Sequence[Any], hint: Any) -> None:
         raise UserError(
             f"`{name}` must be {describe_accepted(hint)}, got {words}. To compare several, {HOW_TO_COMPARE[name]}."
         )
+
+
+def _check_null(name: str, value: Any, hint: Any) -> None:
+    """Raise UserError that says how to write no value if a list that is optional gets a word such as "none" as its item."""
+    words = value if isinstance(value, list) else [value]
+    if not is_optional(hint) or not _takes_single_item(single_types(hint)) or len(words) != 1:
+        return
+    if isinstance(words[0], str) and words[0].lower() in WORDS_FOR_NULL:
+        purpose = WITHOUT_VALUE.get(name, "for no value")
+        raise UserError(f"`{name}` must be {describe_accepted(hint)}, got {words[0]!r}. Write `null` {purpose}.")
 
 
 def _fit(value: Any, hint: Any) -> Any:

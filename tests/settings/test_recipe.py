@@ -526,6 +526,17 @@ def test_several_rules_name_the_comparison(write):
         parse(SFT_TYPES, [write("extends: quickstart.yaml\nrule: [loop_dropout, lora]\n")])
 
 
+@pytest.mark.parametrize(("words", "error"), [
+    ("--compare_with []", r"`compare_with` must be .*, got '\[\]'. Write `null` to train one method only."),
+    ("--compare_with None", "`compare_with` must be .*, got 'None'. Write `null` to train one method only."),
+    ("--benchmarks none", "`benchmarks` must be .*, got 'none'. Write `null` to evaluate nothing."),
+    ("--eval_num_loops none", "`eval_num_loops` must be .*, got 'none'. Write `null` for no value."),
+])  # fmt: skip
+def test_word_for_no_value_names_null(words, error):
+    with user_error(error):
+        parse(SFT_TYPES, ["quickstart.yaml", *words.split()])
+
+
 def test_habitual_field_of_another_script_has_no_hint():
     """`diagnose` has a field `task` and no `benchmarks`, so a hint to a field like `own_benchmarks` would mislead."""
     with user_error("`tasks` is not a field of this script. Did you mean 'task'"):
