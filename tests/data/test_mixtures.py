@@ -553,7 +553,8 @@ def test_plan_shows_what_is_left_out(capsys):
     recipe = {**RECIPE, "datasets": None, "train_files": ["c.jsonl"], "num_eval_examples": 15, "max_steps": -1}
     sft({**recipe, "num_train_epochs": 4}, "--dry_run", "true")
     plan = capsys.readouterr().out
-    examples, *left_out = plan[plan.index("examples  ") : plan.index("training  ")].splitlines()
+    examples, warning, *left_out = plan[plan.index("examples  ") : plan.index("training  ")].splitlines()
+    assert warning.strip() == "more examples are held out than trained on (`num_eval_examples`)"
     pattern = r"examples +(\d+), (\d+) held out.*, (\d+) optimizer steps, 4 epochs"
     number, held_out, steps = map(int, re.search(pattern, examples).groups())
     assert steps == 4 * math.ceil(number / 2)
