@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
         names = list_tables()
     specs = {name: read_table(name) for name in names}  # before anything is printed
     results, output_dir = load_results(*args.folders), find_output_dir(args)
-    with making_report(output_dir, is_named=args.output_dir is not None):
+    with making_report(output_dir):
         final = final_results(results, args.checkpoints, args.folders)
         print_sentences(*results.attrs["left_out"].splitlines(), *describe_left_out_runs(results, final))
         for name, spec in specs.items():

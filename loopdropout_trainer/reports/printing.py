@@ -248,8 +248,8 @@ def print_differences(accuracy: pd.DataFrame, baseline: str = "LoRA") -> None:
 
 
 @contextmanager
-def making_report(output_dir: Path, is_named: bool) -> Iterator[None]:
-    """Make the folder of a report for this block, and print it after the block unless the user has named it.
+def making_report(output_dir: Path) -> Iterator[None]:
+    """Make the folder of a report for this block, and print after the block where the report is and what it replaced.
 
     A new folder that the block has written nothing into, as after an error, is removed and not printed.
     """
@@ -260,12 +260,21 @@ def making_report(output_dir: Path, is_named: bool) -> Iterator[None]:
         raise UserError(
             f"`output_dir` must be a folder that can be written, got {output_dir} ({error.strerror})."
         ) from None
+    before = _find_write_times(output_dir)
     try:
         yield
     finally:
-        is_written = any(output_dir.iterdir())
-        if is_new and not is_written:
+        after = _find_write_times(output_dir)
+        if is_new and not after:
             output_dir.rmdir()
-    if is_written and not is_named:
-        replaced = "" if is_new else ", and has replaced the report there"
-        print_sentences(f"The report is written to {output_dir}{replaced}.")
+    if after == before:
+        return
+    # A folder that the user names may have other files, which the report leaves as they are.
+    is_replaced = any(after.get(path) != time for path, time in before.items())
+    replaced = ", and has replaced the report there" if is_replaced else ""
+    print_sentences(f"The report is written to {output_dir}{replaced}.")
+
+
+def _find_write_times(folder: Path) -> dict[Path, int]:
+    """Return the time at which each file of a folder was last written, in nanoseconds."""
+    return {path: path.lstat().st_mtime_ns for path in folder.iterdir()}

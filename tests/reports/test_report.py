@@ -524,11 +524,14 @@ def test_reports_of_different_folders_do_not_replace_each_other(tmp_path, capsys
     monkeypatch.chdir(tmp_path)
     for name, value in (("a", 10.0), ("b", 20.0)):
         write(tmp_path / name / "run", [{"value": value}], method=name)
-    for words, folder in (["a"], "a/report"), (["b"], "b/report"), (["a", "b"], "report_a_b"):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/mine.txt").touch()  # not a report, so none is replaced
+    in_notes = ["a", "b", "--output_dir", "notes"], "notes"
+    for words, folder in (["a"], "a/report"), (["b"], "b/report"), (["a", "b"], "report_a_b"), in_notes:
         for replaced in ("", ", and has replaced the report there"):
             report.main(words)
             assert capsys.readouterr().out.endswith(f"\nThe report is written to {folder}{replaced}.\n")
-        assert {*pd.read_csv(f"{folder}/accuracy.csv")["method"]} == {*words}
+        assert {*pd.read_csv(f"{folder}/accuracy.csv")["method"]} == {*words} & {"a", "b"}
     (tmp_path / "file").touch()
     with user_error("`output_dir` must be a folder that can be written, got file/x .Not a directory."):
         report.main(["a", "--output_dir", "file/x"])
