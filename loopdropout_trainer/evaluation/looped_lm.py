@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.evaluation.answers import AnswerCache, answer_key
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gates.texts import parse_gates
@@ -53,6 +54,25 @@ def _check_batch_size(batch_size: Any) -> None:
         raise UserError(f'`batch_size` must be an integer of at least 1, or "auto", got {short_repr(batch_size)}.')
 
 
+def _check_keywords(keywords: Iterable[str]) -> None:
+    """Raise UserError for an argument that neither `LoopedLM` nor lm-eval's `hf` has. lm-eval would ignore it silently."""
+    known = [*inspect.signature(LoopedLM.__init__).parameters, *inspect.signature(HFLM.__init__).parameters]
+    known = [name for name in known if name not in ("self", "kwargs")]
+    for name in keywords:
+        if name not in known:
+            raise UserError(f"`{name}` is not an argument of LoopedLM.{closest_match(name, known)}")
+
+
+def _check_unused(**loading: Any) -> None:
+    """Raise UserError for an argument of the loading of a model that is loaded already."""
+    for name, value in loading.items():
+        if value is not None:
+            raise UserError(
+                f"`{name}` must not be set for a loaded model, on which it has no effect, got {short_repr(value)}. Load the "
+                "model with it, or give the name of the model."
+            )
+
+
 @register_model("looped")
 class LoopedLM(HFLM):
     """A looped model for lm-eval.
@@ -66,16 +86,16 @@ class LoopedLM(HFLM):
         num_loops: Recurrence depth K. Default: the model's own.
         gates: Gates [K] of the adapter, or a string such as "1-0-0-0". Default: unit gates.
         readout: Loop (from 1) whose readout gives the logits. Default: the last loop.
-        adapter: Folder or Hub name of an adapter, if `pretrained` is a name.
+        adapter: Folder or Hub name of an adapter. This and the next arguments are for the name of a model only.
         revision: Branch, tag or commit of the model on the Hub.
         dtype: Data type of the weights.
         attn_implementation: "sdpa", "eager", "flash_attention_2", ...
-        chat_template: Name or Jinja file of a chat template, if `pretrained` is a name.
-        device: Device of the model, if `pretrained` is a name. Default: the accelerator of the process.
+        chat_template: Name or Jinja file of a chat template.
+        device: Device of the model. Default: the accelerator of the process.
         **kwargs: Further arguments of lm-eval's `hf`, such as `max_length` or `add_bos_token`.
 
     Raises:
-        UserError: if the depth, the gates or the readout do not fit the model.
+        UserError: if the depth, the gates or the readout do not fit the model, or for an argument that has no effect.
     """
 
     def __init__(
@@ -95,6 +115,7 @@ class LoopedLM(HFLM):
         device: str | None = None,
         **kwargs: Any,
     ) -> None:
+        _check_keywords(kwargs)
         state = PartialState(cpu=not torch.accelerator.is_available())
         if isinstance(pretrained, str):
             source = find_source_of(pretrained, adapter, revision)
@@ -103,6 +124,15 @@ class LoopedLM(HFLM):
             options = {"dtype": dtype, "attn_implementation": attn_implementation, "device": device}
             pretrained = load(source, num_loops=num_loops, **options)
             tokenizer = source.load_tokenizer(chat_template)
+        else:
+            _check_unused(
+                adapter=adapter,
+                revision=revision,
+                dtype=None if dtype == "auto" else dtype,
+                attn_implementation=attn_implementation,
+                chat_template=chat_template,
+                device=device,
+            )
         _check_complete(pretrained)
         _check_batch_size(batch_size)
         lm_eval_options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}

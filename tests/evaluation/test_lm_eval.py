@@ -113,6 +113,15 @@ def test_other_options_go_to_transformers(tokenizer):
         ({"gates": "1-x-0-0"}, "`gates` must have one number .* got '1-x-0-0'"),
         ({"gates": "1-0-0-0"}, "`gates` must not be set for a model without"),
         ({"readout": 5}, "`readout` must be a loop from 1 to 4, got 5"),
+        ({"num_loop": 8}, "`num_loop` is not an argument of LoopedLM. Did you mean 'num_loops'?"),
+        ({"gate": "1-0-0-0"}, "`gate` is not an argument of LoopedLM. Did you mean 'gates'?"),
+        ({"readuot": 1}, "`readuot` is not an argument of LoopedLM. Did you mean 'readout'?"),
+        ({"batchsize": 2}, "`batchsize` is not an argument of LoopedLM. Did you mean 'batch_size'?"),
+        (
+            {"dtype": "bfloat16"},
+            "`dtype` must not be set for a loaded model, .* got 'bfloat16'. Load the model with it",
+        ),
+        ({"device": "cpu"}, "`device` must not be set for a loaded model"),
         ({"max_length": 16}, "`max_new_tokens` must be less than 16, got 16"),
     ],
 )
