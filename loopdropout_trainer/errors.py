@@ -114,6 +114,8 @@ def closest_match(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str
         cutoff: Least similarity of a name that is close, from 0 to 1.
     """
     choices = list(choices)
+    if name in choices:  # another name of the choice was given, such as ChatML for `ouro`
+        return f" Did you mean {name!r}?"
     longer = [choice for choice in choices if str(choice).startswith(f"{name}_")]
     if len(longer) == 1:  # such as `arithmetic_easy_test`, also if `arithmetic_test` has more letters in common
         return f" Did you mean {longer[0]!r}?"

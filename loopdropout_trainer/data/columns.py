@@ -39,6 +39,7 @@ def check_columns(
     rows: Dataset,
     data: DataSource,
     is_mixture: bool,
+    is_held_out: bool = False,
 ) -> None:
     """Raise UserError unless the data has the columns that examples are made of, or the columns that are renamed to them.
 
@@ -50,6 +51,7 @@ def check_columns(
         rows: Rows of the data.
         data: Source of the data, which the message names.
         is_mixture: Whether there are several data sets, each of which can have a mapping.
+        is_held_out: Whether the data is that of `eval_files`, which is read by the fields of the whole recipe.
     """
     names = rows.column_names
     needed = ({*columns} - {*mapping}) | {*mapping.values()}
@@ -62,8 +64,7 @@ def check_columns(
     list_of_rows = _find_list_of_rows(rows)
     if surplus and not is_mistyped:
         # The fields are often those of other data, in a recipe that this one extends.
-        fields = " and ".join(f"`{field}`" for field in surplus)
-        fix = f"Remove {fields}, because the data has {enumerate_columns(own_columns)}."
+        fix = _explain_surplus(surplus, own_columns, data, is_mixture, is_held_out)
     elif is_alpaca(names) and not mapping and not template_fields:
         fix = "Set `prompt_template: alpaca` and `column_mapping: {completion: output}`, which also read the `input`."
     elif mapping and {*names}.issuperset(mapping):  # of old names to new ones, as `datasets.rename_columns` takes it
@@ -130,6 +131,30 @@ def _find_surplus_fields(
     if {*names}.issuperset(mapping.values()):
         return ["prompt_template"], own_format
     return ["column_mapping", "prompt_template"], own_format
+
+
+def _explain_surplus(
+    surplus: Sequence[str], own_columns: Sequence[str], data: DataSource, is_mixture: bool, is_held_out: bool
+) -> str:
+    """Return a sentence on how to read data without some fields, so that other data of the recipe keeps those that it needs.
+
+    Args:
+        surplus: Fields without which examples can be made of the data.
+        own_columns: Columns that they are made of then.
+        data, is_mixture, is_held_out: As in `check_columns`.
+    """
+    reason = f"because the data has {enumerate_columns(own_columns)}"
+    if "prompt_template" in surplus and (is_mixture or is_held_out):
+        return (
+            f"All data of a recipe shares `prompt_template`. Remove it, {reason}, and write the prompts of the other data "
+            "into its files."
+        )
+    if is_held_out:
+        return f"Move `column_mapping` into the items of `datasets`, {reason}."
+    if is_mixture:  # the other data sets may need the mapping of the recipe
+        return f"Set `column_mapping: {{}}` in the item of {data} in `datasets`, {reason}."
+    fields = " and ".join(f"`{field}`" for field in surplus)
+    return f"Remove {fields}, {reason}."
 
 
 def warn_about_unused(unused: Collection[str], columns: Collection[str], data: DataSource) -> None:

@@ -95,7 +95,8 @@ def _find_used_columns(rows: Dataset, data: DataSource, args: DataArguments) -> 
     columns = find_columns(args, [*rows.column_names, *mapping])
     template_fields = FIELD.findall(args.template) if args.prompt_template else []
     is_mixture = len(args.datasets or ()) > 1
-    check_columns(columns, args.formats, mapping, template_fields, rows, data, is_mixture)
+    is_held_out = bool(args.eval_files) and data.files == [*args.eval_files]
+    check_columns(columns, args.formats, mapping, template_fields, rows, data, is_mixture, is_held_out)
     unused = {*rows.column_names} - {*columns} - {*mapping.values()}
     warn_about_unused(unused, columns, data)
     if args.preparation not in PACKAGED_PREPARATIONS:  # which may read any columns

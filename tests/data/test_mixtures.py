@@ -181,6 +181,27 @@ WRONG = [
 ]
 
 
+def test_mapping_that_other_data_needs_is_not_to_be_removed(tokenizer):
+    """The advice is followed, and then the data of both files is read."""
+    write_lines(Path("own.jsonl"), [{"instruction": f"{i} =", "output": f" {i}"} for i in range(4)])
+    mapping = {"prompt": "instruction", "completion": "output"}
+    own, pairs = {"path": "own.jsonl"}, {"path": "a.jsonl"}
+    reason = "because the data has `prompt` and `completion`.$"
+    with user_error(f"Set `column_mapping: {{}}` in the item of a.jsonl in `datasets`, {reason}"):
+        load(tokenizer, own, pairs, column_mapping=mapping)
+    assert load(tokenizer, own, {**pairs, "column_mapping": {}}, column_mapping=mapping)
+    with user_error(
+        f"`prompt_template`. Remove it, {reason[:-2]}, and write the prompts of the other data into its files"
+    ):
+        load(tokenizer, own, pairs, prompt_template="{instruction}", column_mapping={"completion": "output"})
+    with user_error(f"`x` as `completion`. Remove `column_mapping`, {reason}"):
+        load(tokenizer, pairs, column_mapping={"completion": "x"})
+    held_out = {"eval_files": ["a.jsonl"]}
+    with user_error(f"Move `column_mapping` into the items of `datasets`, {reason}"):
+        load(tokenizer, own, column_mapping=mapping, **held_out)
+    assert load(tokenizer, {**own, "column_mapping": mapping}, **held_out)
+
+
 @pytest.mark.parametrize(("datasets", "message"), WRONG)
 def test_wrong_mixtures_raise(ouro_tokenizer, datasets, message):
     with user_error(message):

@@ -225,7 +225,7 @@ def test_end_tokens_of_text_and_turns(chat_tokenizer, template, ids):
     ("fields", "message"),
     [
         ({"name_or_path": "./none"}, "The folder .*none does not exist"),
-        ({"chat_template": "chatml"}, "`chat_template` must be .*, ouro \\(ChatML\\), .* Did you mean 'ouro'?"),
+        ({"chat_template": "chatml"}, "`chat_template` must be .*, ouro \\(ChatML\\), .* Did you mean 'ouro'\\?$"),
         ({"chat_template": "tulu3"}, "`chat_template` must be huginn.*, got 'tulu3'. Did you mean 'tulu2'?"),
         (
             {"chat_template": "ouro"},
