@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.data import SFTDataArguments
-from loopdropout_trainer.errors import UserError, closest_match, count, join_command, run_script
+from loopdropout_trainer.errors import UserError, closest_match, join_command, run_script
 from loopdropout_trainer.files import explain_unwritable
 from loopdropout_trainer.jobs.runs import TRAINING_TYPES
 from loopdropout_trainer.results.imported_code import find_other_code
 from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
-from loopdropout_trainer.results.run_files import DEVELOPMENT, has_trained, is_finished, write_run
+from loopdropout_trainer.results.run_files import DEVELOPMENT, is_finished, write_run
 from loopdropout_trainer.results.sweep_folder import SETTINGS_FILE, SweepRun, describe_interruption, update_summary
 from loopdropout_trainer.results.sweep_scores import NON_FINITE, describe_edge, find_accuracy, name_score, read_score
 from loopdropout_trainer.settings.arguments import ModelArguments, option
@@ -42,14 +42,16 @@ from loopdropout_trainer.settings.field_hints import InnerFields
 from loopdropout_trainer.settings.library_fields import SEED_BOUNDS, unsafe_names
 from loopdropout_trainer.settings.recipe import IMPORTED, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.sweeps.code import (
+    PresentCode,
     accept_other_results,
+    describe_failures,
     describe_fix,
     describe_other_results,
     find_kept_choices,
     has_other_results,
     name_other_results,
 )
-from loopdropout_trainer.sweeps.counts import count_by_method
+from loopdropout_trainer.sweeps.counts import count_by_method, name_failed, name_waiting
 from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, check_fields, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweeps.plan import check_folder, print_commands, print_sweep_plan
 from loopdropout_trainer.sweeps.run_times import RunKind, count_left, find_kind, find_means, means_by_method
@@ -132,8 +134,10 @@ class Sweep:
         if self.select_on is None:
             self.select_on = "eval_loss" if self.loss_chooses_by_default else DEVELOPMENT
         self.recipes = {name: make_recipes(self, definition) for name, definition in methods.items()}
-        self.scores: dict[str, tuple[float, float]] = {}  # by name of a run
-        self.done: set[SweepRun] = set()
+        # Both are kept with the digests of `--import` that they hold for, because a file can change during the sweep.
+        self.scores: dict[str, tuple[dict[str, str], tuple[float, float]]] = {}  # by name of a run
+        self.done: dict[SweepRun, dict[str, str]] = {}
+        self.code = PresentCode()
         self.pool = Workers(self, self.workers)
 
     @property
@@ -158,11 +162,15 @@ class Sweep:
 
     # Learning rates and runs
 
-    def choice(self, method: str) -> Choice:
+    def choice(self, method: str, with_other_code: bool = False) -> Choice:
         """Choose the learning rate with the best score of the first seed.
 
         Ties are broken by the held-out loss, then by the smaller rate. While the best one is at the edge of its grid,
         `extend_grid` adds the next one, in the ratio of the outermost two.
+
+        Args:
+            method: Name of the method.
+            with_other_code: Whether scores of other imported code count, too, as after `ACCEPT`.
         """
         factor = self.rate_factors.get(method, 1.0)
         rates = sorted(_rounded(factor * rate) for rate in self.learning_rates)
@@ -170,7 +178,10 @@ class Sweep:
         if self.extend_grid and not self.full_grid:
             limit += 4
         while True:
-            scores = {rate: self.score(SweepRun(method, rate, self.seeds[0], True)) for rate in rates}
+            scores = {}
+            for rate in rates:
+                run = SweepRun(method, rate, self.seeds[0], True)
+                scores[rate] = read_score(self.folder(run), self.select_on) if with_other_code else self.score(run)
             if None in scores.values():
                 return Choice(rates, None, "Not every learning rate has a score.")
             if max(scores.values()) == NON_FINITE:
@@ -248,13 +259,17 @@ class Sweep:
 
     def score(self, run: SweepRun) -> tuple[float, float] | None:
         """Return the score that chooses the learning rate and the negative held-out loss, or None before the run."""
-        if run.name not in self.scores:
-            folder = self.folder(run)
-            score = read_score(folder, self.select_on)
-            # The code of `--import` is read last, because every worker asks each second for the runs that are trained.
-            if score is not None and find_other_code(folder) is None:
-                self.scores[run.name] = score
-        return self.scores.get(run.name)
+        imports = self.code.digests()
+        known = self.scores.get(run.name)
+        if known is not None and known[0] == imports:
+            return known[1]
+        folder = self.folder(run)
+        score = read_score(folder, self.select_on)
+        # The code of the run is read last, because every worker asks each second for the runs that are trained.
+        if score is None or find_other_code(folder) is not None:
+            return None
+        self.scores[run.name] = (imports, score)
+        return score
 
     def is_done(self, run: SweepRun) -> bool:
         """Return whether a run has finished with its settings, or need not finish.
@@ -266,7 +281,8 @@ class Sweep:
         Raises:
             UserError: if the run in the folder has other training settings.
         """
-        if run in self.done:
+        imports = self.code.digests()
+        if self.done.get(run) == imports:
             return True
         folder = self.folder(run)
         path = folder / SETTINGS_FILE
@@ -279,10 +295,10 @@ class Sweep:
         has_score = run.selects and score is not None
         # A run may have further results, of fields that are no longer set.
         is_measured = is_finished(folder) and not compare_recipes(saved, new, fields=new)
-        is_done = is_measured or has_score or score == NON_FINITE
-        if is_done and find_other_code(folder) is None:
-            self.done.add(run)
-        return run in self.done
+        is_done = (is_measured or has_score or score == NON_FINITE) and find_other_code(folder) is None
+        if is_done:
+            self.done[run] = imports
+        return is_done
 
     # Training
 
@@ -307,14 +323,6 @@ class Sweep:
         choices |= find_kept_choices(self)
         grid, task = dict.fromkeys(self.recipes, self.full_grid), dict.fromkeys(self.recipes, self.select_on)
         finished = {method: not self.pending_of(method) for method in self.recipes}
-        waiting: dict[str, list[str]] = {method: [] for method in self.recipes}
-        for run in self.pending():  # not a chosen run, which only waits for its measurement
-            if not has_trained(self.folder(run)):
-                waiting[run.method].append(run.name)
-        failed: dict[str, list[str]] = {method: [] for method in self.recipes}
-        for run in [*self.pool.failures]:  # a copy, because other workers can add a failure
-            if not self.is_done(run):  # another machine may have trained it since
-                failed[run.method].append(run.name)
         update_summary(
             self.output_dir,
             choices=choices,
@@ -322,8 +330,8 @@ class Sweep:
             full_grid=grid,
             trainings=count_by_method(self),
             finished=finished,
-            failed=failed,
-            waiting=waiting,
+            failed=name_failed(self),
+            waiting=name_waiting(self),
             other_code=name_other_results(self),
             run_seconds=means_by_method(self),
         )
@@ -339,15 +347,14 @@ class Sweep:
             UserError: If there are any, or runs with results of other imported code.
         """
         failures, other_results = self.pool.failures, describe_other_results(self)
-        sentences = []
         if failures:
             logs = (f"{run.name} (log: {self.folder(run)}/log.txt)" for run in failures)
             print("\nFailed, with the errors above:", *logs, sep="\n  ")
-            sentences.append(f"{count(len(failures), 'run')} failed. {self.describe_fix()}")
+            if other_results:  # apart from the failures, because it has another fix
+                print(f"\n{other_results}")
+            raise UserError(describe_failures(self))
         if other_results:
-            sentences.append(other_results)
-        if sentences:
-            raise UserError(" ".join(sentences))
+            raise UserError(other_results)
 
     def command(self, run: SweepRun) -> list[str]:
         """Write the recipe of a run, let a finished one be measured again, and return its command."""

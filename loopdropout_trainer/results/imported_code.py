@@ -33,6 +33,14 @@ UNKNOWN = "any file"
 """Place of a preparation of the user, which can be made of the package's functions alone, so that its file is not known."""
 
 
+def list_imported_files() -> list[Path]:
+    """Return the files of `--import`, and the user's files that they import, in the order of their paths."""
+    files: set[Path] = set()
+    for path in IMPORTED:
+        files |= own_files(Path(path))
+    return sorted(files)
+
+
 def digest_imports() -> dict[str, str]:
     """Return the digest of each file of `--import`, with the user's files that it imports, by its absolute path."""
     return {path: digest_files(sorted(own_files(Path(path)))) for path in IMPORTED}

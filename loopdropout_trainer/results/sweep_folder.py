@@ -289,8 +289,12 @@ def _describe_missing(folder: str | Path, counts_soon: bool = False) -> str:
         missing = ", but measurements are missing"
     remarks = f" ({count(num_removed, 'folder')} removed since)" if num_removed else ""
     failed = [name for name in _chain(summary, "failed") if name not in uncounted]  # since the last start of the sweep
-    if failed:
-        remarks += f" (failed: {', '.join(failed)})"
+    unmeasured = [name for name in failed if has_trained(Path(folder, name))]
+    untrained = [name for name in failed if name not in unmeasured]
+    if untrained:
+        remarks += f" (failed: {', '.join(untrained)})"
+    if unmeasured:
+        remarks += f" (trained, and failed in the measurement: {', '.join(unmeasured)})"
     other_code = _chain(summary, "other_code")
     if other_code:
         remarks += f" (of an earlier `--import` file, and not counted: {', '.join(other_code)})"

@@ -15,10 +15,47 @@ from loopdropout_trainer.results.imported_code import (
     accept_other_code,
     can_accept_other_code,
     code_of,
+    digest_imports,
     find_other_code,
+    list_imported_files,
 )
 from loopdropout_trainer.results.run_files import has_trained, read_used_imports
 from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_other_code_fix, list_runs, read_summary
+from loopdropout_trainer.settings.recipe import IMPORTED
+
+
+class PresentCode:
+    """The present files of `--import`. Their content is read again only after one of them has changed."""
+
+    def __init__(self) -> None:
+        self.known: tuple[list[Any], list[Path], dict[str, str]] = ([], [], {})  # stamps, files and digests
+
+    def digests(self) -> dict[str, str]:
+        """Return the digests of `digest_imports`, or the former ones while a file cannot be read, as during an edit."""
+        stamps, files, digests = self.known
+        if stamps == _stamp(files):
+            return digests
+        try:
+            files = list_imported_files()
+            stamps = _stamp(files)  # before the digests, so that a later edit is seen
+            digests = digest_imports()
+        except (OSError, SyntaxError):
+            return digests
+        self.known = (stamps, files, digests)
+        return digests
+
+
+def _stamp(files: Iterable[Path]) -> list[Any]:
+    """Return the names of `--import`, and the time and the size of each file, of which None says that it is missing."""
+    stamps: list[Any] = [*IMPORTED]
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError:
+            stamps.append(None)
+        else:
+            stamps.append((status.st_mtime_ns, status.st_size))
+    return stamps
 
 
 def has_other_results(folder: Path) -> bool:
@@ -101,9 +138,27 @@ def find_kept_choices(sweep: Any) -> dict[str, dict[str, Any]]:
     return kept
 
 
+def describe_failures(sweep: Any) -> str:
+    """Return sentences about the failed runs of a sweep, of which some may only lack their measurement, and the fix."""
+    failures = sweep.pool.failures
+    trained = [run for run in failures if has_trained(sweep.folder(run))]
+    text = f"{count(len(failures), 'run')} failed"
+    if len(trained) == len(failures):
+        text += " after the training, in the measurement"
+    elif trained:
+        text += f", {len(trained)} of them after the training, in the measurement"
+    return f"{text}. {describe_fix(sweep)}"
+
+
 def describe_fix(sweep: Any) -> str:
     """Return how a sweep goes on after a failure, with a warning if finished runs depend on a file of `--import`."""
-    text = "Fix the cause. The same command then trains what is missing."
+    folders = [sweep.folder(run) for run in sweep.pending()]
+    verbs = []
+    if not folders or any(not has_trained(folder) for folder in folders):
+        verbs.append("trains")
+    if any(has_trained(folder) for folder in folders):
+        verbs.append("measures")
+    text = f"Fix the cause. The same command then {' and '.join(verbs)} what is missing."
     if any(read_used_imports(folder) for folder in _list_trained(sweep)):
         text += (
             f" If you change a file of `--import`, its finished runs then count only after `{ACCEPT}`, because other code may "

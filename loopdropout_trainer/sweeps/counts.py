@@ -9,7 +9,7 @@ from typing import Any
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.sweep_folder import SweepRun, list_runs
-from loopdropout_trainer.sweeps.code import has_other_results
+from loopdropout_trainer.sweeps.code import find_other_results, has_other_results
 
 
 _MOST_NAMES = 6
@@ -27,8 +27,9 @@ def name_runs(names: Sequence[str]) -> str:
 def count_by_method(sweep: Any) -> dict[str, tuple[int, int]]:
     """Return the number of trainings of each method that have ended, and of all of its trainings.
 
-    A training counts as soon as it has ended, also if it must still be measured. A run that another worker here trains counts
-    from the line about its end on, so that each line counts one training more.
+    A training counts as soon as it has ended, also if it must still be measured. One of other imported code does not count.
+    The lines of the sweep, its plan, its summary and thus a report all have these numbers. A run that another worker here
+    trains counts from the line about its end on, so that each line counts one training more.
 
     Args:
         sweep: `Sweep` of recipes/sweep.py.
@@ -36,9 +37,29 @@ def count_by_method(sweep: Any) -> dict[str, tuple[int, int]]:
     unreported = {run.name for run in sweep.pool.unreported.copy()}
     numbers = {}
     for method in sweep.recipes:
-        ended = {run.name for run in sweep.runs(method) if _has_ended(sweep, run)} - unreported
+        ended = {run.name for run in _list_counted(sweep, method) if _has_ended(sweep, run)} - unreported
         numbers[method] = (len(ended), sweep.num_trainings(method))
     return numbers
+
+
+def _list_counted(sweep: Any, method: str) -> list[SweepRun]:
+    """Return the runs of a method, with the later seeds of a choice that depends on results of other imported code.
+
+    Those can be of the present code, as after a change while the sweep ran.
+    """
+    runs = sweep.runs(method)
+    if sweep.full_grid or sweep.choice(method).best is not None:
+        return runs
+    best = sweep.choice(method, with_other_code=True).best
+    if best is not None:
+        runs += [SweepRun(method, best, seed, False) for seed in sweep.seeds[1:]]
+    return runs
+
+
+def describe_uncounted(sweep: Any) -> str:
+    """Return words about the trainings that `count_by_method` leaves out because of other imported code, or ""."""
+    num_others = len(find_other_results(sweep))
+    return f"not counting {num_others} of other `--import` code" if num_others else ""
 
 
 def _has_ended(sweep: Any, run: SweepRun) -> bool:
@@ -47,6 +68,27 @@ def _has_ended(sweep: Any, run: SweepRun) -> bool:
         return True
     folder = sweep.folder(run)
     return has_trained(folder) and not has_other_results(folder)
+
+
+def name_waiting(sweep: Any) -> dict[str, list[str]]:
+    """Return the names of the runs of each method that can start and are not trained yet.
+
+    A chosen run, which only waits for its measurement, is not one of them.
+    """
+    names: dict[str, list[str]] = {method: [] for method in sweep.recipes}
+    for run in sweep.pending():
+        if not has_trained(sweep.folder(run)):
+            names[run.method].append(run.name)
+    return names
+
+
+def name_failed(sweep: Any) -> dict[str, list[str]]:
+    """Return the names of the runs of each method that have failed since the start of the sweep and are still not done."""
+    names: dict[str, list[str]] = {method: [] for method in sweep.recipes}
+    for run in [*sweep.pool.failures]:  # a copy, because other workers can add a failure
+        if not sweep.is_done(run):  # another machine may have trained it since
+            names[run.method].append(run.name)
+    return names
 
 
 def find_other_runs(sweep: Any) -> list[Path]:

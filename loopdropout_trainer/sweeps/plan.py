@@ -37,7 +37,7 @@ from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_running, i
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.settings.recipe import build_part
 from loopdropout_trainer.sweeps.code import can_accept_other_results, describe_other_results
-from loopdropout_trainer.sweeps.counts import describe_other_runs
+from loopdropout_trainer.sweeps.counts import describe_other_runs, describe_uncounted
 from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time
 from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
@@ -152,7 +152,7 @@ def _describe_done(sweep: Any, num_ended: int, total: int, measured: str) -> str
     if not num_ended:
         return ""
     left = describe_left(sweep.count_left(), sweep.means(), sweep.workers)
-    done = ", ".join(filter(None, [f"{num_ended} of {count(total, 'training')}", left]))
+    done = ", ".join(filter(None, [f"{num_ended} of {count(total, 'training')}", describe_uncounted(sweep), left]))
     return f"{done}\n{measured}".rstrip()
 
 

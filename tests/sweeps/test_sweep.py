@@ -1179,6 +1179,43 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
         assert has_other_results(run) is False
 
 
+def test_lines_plan_and_report_of_a_sweep_count_the_same_trainings(lab, capsys):
+    """Also if a file of `--import` changes while the sweep runs, and if a training lacks its measurement."""
+    rule = lab.folder / "own.py"
+    rule.write_text("x = 1\n")
+    import_files([str(rule)])
+    lab.set_world(imports=digest_imports())
+    made = lab.run(learning_rates=[0.01, 0.02])
+    assert made.count() == (3, 3) and len(lab.log) == 4
+    rule.write_text("x = 23\n")
+    chosen, last = (SweepRun("lora", 0.02, seed, False) for seed in (101, 102))
+    for run, status in ((chosen, "finished"), (last, "trained")):
+        facts = {"status": status, "imports": digest_imports()}
+        (made.folder(run) / "run.json").write_text(json.dumps(facts))
+    made.pool.failures[last] = "was stopped"
+    made.save_progress()
+    text = describe_progress(lab.out)
+    assert "2 of 3 trainings have ended (trained, and failed in the measurement: lora/lr_0.02/seed_102) (of an" in text
+    assert "and not counted: lora/lr_0.01/seed_101)" in text
+    line = made.pool._describe_end(SweepRun("lora", 0.02, 101, True), False)
+    assert line.startswith("2 of 3: lora/lr_0.02/seed_101 trained"), line
+    capsys.readouterr()
+    with user_error(r"^1 run failed after the training, in the measurement\. Fix .*other gates\.$"):
+        made.check_failures()
+    assert "\n\n1 run cannot be compared with new ones, because its `--import` " in capsys.readouterr().out
+    sweep.main([lab.file, "--script", f"{lab.folder}/lab", "--dry_run", "true"])
+    assert re.search("done +2 of 3 trainings, not counting 1 of other `--import` code\n", capsys.readouterr().out)
+    rule.write_text("def\n")  # as during an edit
+    assert made.code.digests() == facts["imports"]
+    rule.write_text("x = 23\n")
+    assert accept_other_code(lab.out / "lora/lr_0.01/seed_101")
+    assert made.count() == (3, 3) and made.pending() == [last]
+    with user_error(
+        r"^1 run failed after the training, in the measurement\. .* command then measures what is missing"
+    ):
+        made.check_failures()
+
+
 def test_accepted_change_of_a_file_lasts_when_another_one_changes(tmp_path):
     """A run can depend on several files of `--import`. A later measurement of it keeps what was accepted."""
     rules = [tmp_path / "first.py", tmp_path / "second.py"]
