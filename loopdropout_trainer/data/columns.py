@@ -244,8 +244,11 @@ def check_one_format(
     columns: Sequence[str],
     formats: Iterable[Sequence[str]],
     describe_row: Callable[[int], str],
+    usual: Sequence[int] = (),
 ) -> None:
     """Raise UserError if rows have no text in the columns of their source, but in those of another format.
+
+    The message names the rows of the rarer format, because they are probably the ones that belong elsewhere.
 
     Args:
         title: Name of the source.
@@ -253,17 +256,24 @@ def check_one_format(
         columns: Columns of the source's format.
         formats: Columns of each format.
         describe_row: Function that returns the place of a row with a number, such as "row 4 of chats.jsonl".
+        usual: Numbers of further rows, which have text in `columns`.
     """
-    found, numbers = (), []
+    expected, found = columns, ()
+    usual, others = [*usual], []
     for number, row in rows:
-        others = _find_other_format(row, columns, formats)
-        if others:
-            found = found or others
-            numbers.append(number)
-    if not numbers:
+        filled = _find_filled_format(row, columns, formats)
+        if filled == columns:
+            usual.append(number)
+        elif filled:
+            found = found or filled
+            others.append(number)
+    if not others:
         return
+    numbers = others
+    if 0 < len(usual) < len(others):
+        expected, found, numbers = found, columns, usual
     raise UserError(
-        f"{title} must have rows of one format, got {enumerate_columns(found)} instead of {enumerate_columns(columns)} in "
+        f"{title} must have rows of one format, got {enumerate_columns(found)} instead of {enumerate_columns(expected)} in "
         f"{_name_places(numbers, describe_row)}. Put the rows of each format into a file of their own, and list the files in "
         "`datasets` of a recipe or of `SFTDataArguments`."
     )
@@ -310,10 +320,10 @@ def _name_places(numbers: Sequence[int], describe_row: Callable[[int], str]) -> 
     return places
 
 
-def _find_other_format(row: Row, columns: Sequence[str], formats: Iterable[Sequence[str]]) -> Sequence[str]:
-    """Return the columns of another format that a row without text in `columns` has filled, or none."""
+def _find_filled_format(row: Row, columns: Sequence[str], formats: Iterable[Sequence[str]]) -> Sequence[str]:
+    """Return `columns` if a row has text in them, else the columns of another format that it has filled, or none."""
     if all(row.get(name) for name in columns):
-        return ()
+        return columns
     for others in formats:
         is_filled = all(row.get(name) for name in others)
         if is_filled and not {*others} & {*columns}:

@@ -83,6 +83,8 @@ def make_examples(
     # The plan names a single source already.
     noun = f"examples of {title}" if title else "examples"
     examples = _leave_out_empty(examples, columns, args, tokenizer.chat_template, left_out, noun)
+    # If rows have one of two formats each, this was an error, so here they have both.
+    _warn_about_other_format(rows, columns, data, args)
     examples = _leave_out_excluded(examples, args, tokenizer, left_out, noun)
     return examples.replace(
         _make_example, args=args, source=source, optional=optional, chat_template=tokenizer.chat_template
@@ -102,12 +104,18 @@ def _find_used_columns(rows: Dataset, data: DataSource, args: DataArguments) -> 
     if args.preparation not in PACKAGED_PREPARATIONS:  # which may read any columns
         return columns
     warn_about_mapping(mapping, columns, data)
-    if not {*columns} & {*mapping}:  # else the user has chosen the columns
-        warn_about_other_format(unused, columns, args.formats, data)
     if not is_mixture and not _has_text_pairs(rows, columns, args):
         text_fields = {"prompt_end": args.prompt_end, "target_prefix": args.target_prefix}
         warn_about_text_fields(text_fields, columns, data)
     return columns
+
+
+def _warn_about_other_format(rows: Dataset, columns: Sequence[str], data: DataSource, args: DataArguments) -> None:
+    """Log which columns of another format are ignored, unless the user has chosen the columns."""
+    mapping = args.column_mapping or {}
+    if args.preparation in PACKAGED_PREPARATIONS and not {*columns} & {*mapping}:
+        unused = {*rows.column_names} - {*columns} - {*mapping.values()}
+        warn_about_other_format(unused, columns, args.formats, data)
 
 
 def _has_text_pairs(rows: Dataset, columns: Sequence[str], args: DataArguments) -> bool:
@@ -143,7 +151,8 @@ def _leave_out_empty(
     if empty:
         # The reason would be wrong for rows of another format, so they are an error before it is given.
         read_rows = _read_numbered_rows(rows, empty, args, chat_template)
-        check_one_format(f"The data of {data}", read_rows, columns, args.formats, rows.describe_row)
+        usual = kept.origins[:, 1].tolist()
+        check_one_format(f"The data of {data}", read_rows, columns, args.formats, rows.describe_row, usual)
         check_names(
             f"The data of {data}",
             rows.rows.select(empty),

@@ -40,7 +40,10 @@ class Difference(NamedTuple):
             return "the model's own"
         if value is None:
             return "the default"
-        return short_repr(value)
+        text = short_repr(value)
+        if isinstance(value, float):  # a recipe has 3 where the arguments of a training have 3.0
+            return text.removesuffix(".0")
+        return text
 
 
 def compare_recipes(

@@ -309,13 +309,21 @@ def test_formats_that_do_not_mix_raise(ouro_tokenizer, kind, files, losses, mess
 
 
 @pytest.mark.parametrize("assistant_only_loss", [False, True])
-def test_rows_of_another_format_in_a_file_are_named(ouro_tokenizer, log, assistant_only_loss):
-    pairs, chats = read_lines(Path("a.jsonl"))[:2], read_lines(Path("b_chat.jsonl")) * 2
-    data = DataArguments(train_files=[write_lines(Path("both.jsonl"), [*pairs, *chats])])
-    got = (
-        "must have rows of one format, got `messages` instead of `prompt` and `completion` in row 3 of {0}, row 4 of {0}, "
-        "row 5 of {0} and 3 more. Put the rows of each format into a file of their own, and list the files in `datasets` of a"
+@pytest.mark.parametrize("rarer", ["chats", "pairs"])
+def test_rows_of_another_format_in_a_file_are_named(ouro_tokenizer, log, assistant_only_loss, rarer):
+    pairs, chats = read_lines(Path("a.jsonl"))[:7], read_lines(Path("b_chat.jsonl")) * 2
+    rows, formats = (
+        [*pairs[:2], *chats[:4]],
+        "`prompt` and `completion` instead of `messages` in row 1 of {0}, row 2 of {0}",
     )
+    if rarer == "chats":
+        rows = [*pairs, *chats]
+        formats = (
+            "`messages` instead of `prompt` and `completion` in row 8 of {0}, row 9 of {0}, row 10 of {0} and 3 more"
+        )
+    data = DataArguments(train_files=[write_lines(Path("both.jsonl"), rows)])
+    got = f"must have rows of one format, got {formats}. Put the rows of each format into a file of their own, and list the "
+    got += "files in `datasets` of a"
     with user_error("The data of both.jsonl " + got.format("both.jsonl")):
         load_datasets(data, ouro_tokenizer, 100, assistant_only_loss=assistant_only_loss)
     args = LoopDropoutConfig("run", assistant_only_loss=assistant_only_loss)
@@ -323,7 +331,7 @@ def test_rows_of_another_format_in_a_file_are_named(ouro_tokenizer, log, assista
         LoopDropoutSFTTrainer(
             "tiny-ouro", args, train_dataset=read_files("both.jsonl"), processing_class=ouro_tokenizer
         )
-    assert "left out" not in log.text
+    assert "left out" not in log.text and "ignored" not in log.text
 
 
 @pytest.mark.parametrize(("name", "hint"), [("message", " Did you mean 'messages'.$"), ("dialog", "$")])

@@ -166,6 +166,11 @@ def test_compare_recipes_names_the_first_difference(tmp_path):
     assert str(compare_recipes({"p": [0.5]}, {})) == "`p` changed from [0.5] to the default"
     assert compare_recipes({}, {"rule": "lora"}).field == "rule"
     assert str(compare_recipes({}, {"rule": "lora"})) == "`rule` changed from the default to 'lora'"
+    assert (
+        str(compare_recipes({"num_train_epochs": 8}, {"num_train_epochs": 3.0}))
+        == "`num_train_epochs` changed from 8 to 3"
+    )
+    assert str(compare_recipes({"p": 0.5}, {"p": 0.25})) == "`p` changed from 0.5 to 0.25"
     assert str(compare_recipes({}, {"num_loops": 3})) == "`num_loops` changed from the model's own to 3"
     saved, new = {"seed": 1, "p": 0.1}, {"p": 0.1, "seed": 2}
     assert str(compare_recipes(saved, new)) == "`seed` changed from 1 to 2"
