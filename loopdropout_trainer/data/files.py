@@ -179,22 +179,33 @@ def expand_patterns(files: Iterable[str]) -> list[str]:
     return expanded
 
 
-def check_files(files: Iterable[str]) -> None:
+def check_files(files: Iterable[str], benchmark: str | None = None) -> None:
     """Raise UserError if a file does not exist, or if it is a folder, a pipe or a device, which could be read without end.
 
     Args:
         files: Paths, patterns of paths, or addresses, which are not looked up.
+        benchmark: Name of the own benchmark whose files they are. Default: those of a training.
     """
+    fields, advice = "`train_files` and `eval_files`", " Set `dataset_name` instead."
+    if benchmark is not None:
+        fields, advice = f"`files` of the benchmark `{benchmark}`", ""
     for file in files:
         path = Path(file)
         if path.is_dir():
-            raise UserError(
-                f"`train_files` and `eval_files` must be files, got the folder {file}. Set `dataset_name` instead."
-            )
+            raise UserError(f"{fields} must be files, got the folder {file}.{advice}")
         if path.exists() and not path.is_file():
-            raise UserError(f"`train_files` and `eval_files` must be files, got {file}, which is a pipe or a device.")
-        if "://" not in file and not path.exists() and not glob(file, recursive=True):
-            raise UserError(f"The file {file} does not exist.{file_hint(path, is_readable=_has_kind)}")
+            raise UserError(f"{fields} must be files, got {file}, which is a pipe or a device.")
+        if is_absent(file):
+            hint = file_hint(path, is_readable=_has_kind)
+            if benchmark is None:
+                raise UserError(f"The file {file} does not exist.{hint}")
+            place = "" if path.is_absolute() else f" in {Path.cwd()}, where this command runs"
+            raise UserError(f"{fields} must be files, and {file} does not exist{place}.{hint}")
+
+
+def is_absent(file: str) -> bool:
+    """Return whether a path, or a pattern of paths, leads to no file. An address is not looked up."""
+    return "://" not in file and not Path(file).exists() and not glob(file, recursive=True)
 
 
 def _read_dataset(source: DataSource) -> Dataset:

@@ -24,6 +24,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
+from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.data.preparations import SCORED_LIKE
 from loopdropout_trainer.errors import (
     UserError,
@@ -38,6 +39,7 @@ from loopdropout_trainer.errors import (
 )
 from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
+from loopdropout_trainer.settings.fields import items_of
 from loopdropout_trainer.settings.recipe import IMPORTED
 
 
@@ -237,6 +239,7 @@ def own_benchmark(
     if chat is not None:
         config["metadata"] = {"apply_chat_template": chat}
     with _explained(name):
+        check_files(items_of(files), benchmark=name)
         rows = read_files(files)
     with _explained(name, rows.column_names):
         task = task_of_rows(name, like or _OWN, rows, **config)

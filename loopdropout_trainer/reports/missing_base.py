@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from loopdropout_trainer.data.files import is_absent
+from loopdropout_trainer.data.sources import read_sources
 from loopdropout_trainer.errors import join_command
 from loopdropout_trainer.reports.base_names import NAME
 from loopdropout_trainer.reports.frames import select_accuracies
@@ -22,6 +24,7 @@ from loopdropout_trainer.results.run_files import (
     read_recipe,
     recipe_path,
 )
+from loopdropout_trainer.settings.fields import items_of
 from loopdropout_trainer.settings.read_yaml import read_yaml_file
 
 
@@ -99,16 +102,47 @@ def _describe_commands(
     sentences = []
     for depths, tasks in tasks_of_depths.items():
         texts = [f"{depth:g}" for depth in depths]
-        command = _command_for_base(folder, recipe, tasks, texts, limit)
+        files = _find_benchmark_files(recipe, tasks)
+        command = _command_for_base(folder, recipe, tasks, texts, limit, files)
         sentences.append(
             f"The base model was not evaluated on {', '.join(tasks)} at K = {', '.join(texts)}. {command} does so, and the "
-            "next report has it."
+            f"next report has it.{_explain_absent_file(folder, files)}"
         )
     return sentences
 
 
+def _find_benchmark_files(recipe: dict[str, Any], tasks: Sequence[str]) -> list[str]:
+    """Return the files of the own benchmarks among some tasks of a recipe."""
+    files = []
+    for task in tasks:
+        fields = (recipe.get("own_benchmarks") or {}).get(task) or {}
+        files += items_of(fields.get("files", ()))
+    return files
+
+
+def _explain_absent_file(folder: str, files: Sequence[str]) -> str:
+    """Return the end of a sentence with a command if a file that its recipe names is not here, or "".
+
+    The paths of a recipe belong to the folder in which it is run, and a report may be made in another folder or of a copy.
+    """
+    for file in files:
+        if is_absent(file):
+            return (
+                f" The command needs the file {file} of {recipe_path(folder)}, which does not exist here. Run it where this "
+                "path leads to the file."
+            )
+    return ""
+
+
+def _name_folder(folder: str, files: Sequence[str]) -> str:
+    """Return the path of a folder for a command, which is absolute if the command must be run in another folder."""
+    if any(map(is_absent, files)):
+        return str(Path(folder).resolve())
+    return folder
+
+
 def _command_for_base(
-    folder: str, recipe: dict[str, Any], tasks: list[str], depths: list[str], limit: int | None
+    folder: str, recipe: dict[str, Any], tasks: list[str], depths: list[str], limit: int | None, files: Sequence[str]
 ) -> str:
     """Return the command that evaluates the base model on the problems that other results in a folder are on, in backquotes.
 
@@ -124,9 +158,10 @@ def _command_for_base(
     for name in ("gates", "readout"):  # of an adapter, and of another measurement
         if recipe.get(name) is not None:
             words += [f"--{name}", "null"]
-    output_dir = recipe.get("output_dir")
-    if output_dir is not None and Path(output_dir).resolve() != Path(folder).resolve():
-        words += ["--output_dir", measurement_folder(folder, EVALUATION_FOLDER)]
+    output_dir, named = recipe.get("output_dir"), _name_folder(folder, files)
+    is_moved = output_dir is not None and Path(output_dir).resolve() != Path(folder).resolve()
+    if is_moved or named != folder:
+        words += ["--output_dir", measurement_folder(named, EVALUATION_FOLDER)]
     return f"`{complete_command(words, folder)}`"
 
 
@@ -158,8 +193,13 @@ def _describe_base_loss(run: str) -> str:
     if recipe.get("command") != "sft":
         return ""
     if recipe.get("evaluate_base") is False:
-        words = ["sft", str(path), "--evaluate_base", "true", "--output_dir", run]
-        return f"The held-out loss of the base model is missing. `{complete_command(words, run)}` adds it."
+        files = [file for source in read_sources(recipe) for file in source.files]
+        files += recipe.get("eval_files") or ()
+        words = ["sft", str(path), "--evaluate_base", "true", "--output_dir", _name_folder(run, files)]
+        command = complete_command(words, run)
+        return (
+            f"The held-out loss of the base model is missing. `{command}` adds it.{_explain_absent_file(run, files)}"
+        )
     if starts_from_base and not Path(run, RUN_FILE).is_file():
         return (
             "The held-out loss of the base model is missing, because a training in Python does not measure it. There, "

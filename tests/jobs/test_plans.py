@@ -283,7 +283,7 @@ OWN = '--benchmarks mine --own_benchmarks {{"mine":{{"files":"{}.jsonl","like":"
     ("--benchmarks mine.yaml", "mine.yaml can run code"),
     ("--benchmarks development", "The task `development` must have held-out examples"),
     ("--single_loop_batches 1", "`num_eval_examples` must be at least 1 if `single_loop_batches` is set."),
-    (OWN.format("none"), "The file none.jsonl does not exist."),
+    (OWN.format("none"), "`files` of the benchmark `mine` must be files, and none.jsonl does not exist in /.*, where"),
     (OWN.format("rows"), "The task `mine` cannot be loaded: .*question.* the columns are prompt, completion"),
 ])  # fmt: skip
 def test_plan_refuses_tasks_that_cannot_be_measured(plan, monkeypatch, words, error):

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -1438,6 +1439,35 @@ def test_command_for_the_base_model_has_all_depths_and_imports(tmp_path, capsys)
     dump_recipe({"benchmarks": ["b"], "output_dir": str(tmp_path / "original")}, tmp_path / "runs/a/recipe.yaml")
     here = f"--eval_num_loops 8 --output_dir {tmp_path}/runs/a/evaluation --import"
     assert here in report_on(tmp_path / "runs", capsys)[0]  # of a copied folder
+
+
+def test_command_for_the_base_model_names_a_file_that_is_not_here(tmp_path, capsys, monkeypatch):
+    """A recipe's paths belong to the folder in which it is run, and a report may be made in another one or of a copy."""
+    monkeypatch.chdir(tmp_path)
+    own = {"mine": {"files": "my/q.jsonl", "like": "gsm8k"}}
+    of_benchmark = {"benchmarks": ["mine"], "own_benchmarks": own, "rule": "lora", "output_dir": "run"}
+    loss = {"task": "training", "metric": "eval_loss", "value": 1.0}
+    of_loss = {"command": "sft", "evaluate_base": False, "train_files": ["train.jsonl"], "eval_files": ["my/q.jsonl"]}
+    write(tmp_path / "run", [{"value": 50.0, "task": "mine"}], of_benchmark)
+    write(tmp_path / "trained", [loss], of_loss)
+    (tmp_path / "my").mkdir()
+    for name in ("my/q.jsonl", "train.jsonl"):
+        write_lines(tmp_path / name, [{"question": "1", "answer": "2"}])
+    needs = "The command needs the file"
+    text, _ = report_on(Path("run"), capsys)
+    assert f"`loopdropout evaluate {tmp_path}/run/recipe.yaml none --eval_num_loops 4` does so" in text
+    assert needs not in text and needs not in report_on(Path("trained"), capsys)[0]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for run, words, file in (
+        ("run", "evaluate {}/recipe.yaml none --eval_num_loops 4 --output_dir {}` does so", "my/q.jsonl"),
+        ("trained", "sft {}/recipe.yaml --evaluate_base true --output_dir {}` adds it.", "train.jsonl"),
+    ):
+        shutil.copytree(tmp_path / run, run)
+        here = tmp_path / "elsewhere" / run
+        text, _ = report_on(Path(run), capsys)
+        assert f"`loopdropout {words.format(here, here)}" in text
+        assert f"{needs} {file} of {here}/recipe.yaml, which does not exist here. Run it where this path leads" in text
 
 
 def test_results_of_changed_code_have_lines_of_their_own(tmp_path, capsys):

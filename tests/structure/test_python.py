@@ -45,7 +45,7 @@ MISTAKES = {
     "column": (own_task, "`land` is missing, and the columns are country, capital"),
     "files": (
         lambda folder: own_benchmark("mine", str(folder / "no.jsonl"), **OWN),
-        r"The file .*no.jsonl does not exist\.$",
+        r"must be files, and .*no.jsonl does not exist\.$",
     ),
     "merge a base model": (
         lambda folder: merge_and_save(tiny_ouro(), folder),
