@@ -51,7 +51,7 @@ from loopdropout_trainer.sweeps.code import (
     has_other_results,
     name_other_results,
 )
-from loopdropout_trainer.sweeps.counts import count_by_method, name_failed, name_waiting
+from loopdropout_trainer.sweeps.counts import count_by_method, describe_uncounted, name_failed, name_logs, name_waiting
 from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, check_fields, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweeps.plan import check_folder, print_commands, print_sweep_plan
 from loopdropout_trainer.sweeps.run_times import RunKind, count_left, find_kind, find_means, means_by_method
@@ -234,6 +234,10 @@ class Sweep:
         trainings = count_by_method(self).values()
         return sum(ended for ended, _ in trainings), sum(total for _, total in trainings)
 
+    def describe_uncounted(self) -> str:
+        """Return words about the trainings that `count` leaves out because of other imported code, or ""."""
+        return describe_uncounted(self)
+
     def kind(self, run: SweepRun) -> RunKind:
         """Return the method and the kind of a run that is not done, which decide its time."""
         return find_kind(self, run)
@@ -348,8 +352,7 @@ class Sweep:
         """
         failures, other_results = self.pool.failures, describe_other_results(self)
         if failures:
-            logs = (f"{run.name} (log: {self.folder(run)}/log.txt)" for run in failures)
-            print("\nFailed, with the errors above:", *logs, sep="\n  ")
+            print("\nFailed, with the errors above:", *name_logs(failures, self.folder), sep="\n  ")
             if other_results:  # apart from the failures, because it has another fix
                 print(f"\n{other_results}")
             raise UserError(describe_failures(self))

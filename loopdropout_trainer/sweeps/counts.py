@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,11 @@ def name_failed(sweep: Any) -> dict[str, list[str]]:
         if not sweep.is_done(run):  # another machine may have trained it since
             names[run.method].append(run.name)
     return names
+
+
+def name_logs(runs: Iterable[SweepRun], folder: Callable[[SweepRun], Path]) -> list[str]:
+    """Return the name of each run with its log, which is in its `folder`."""
+    return [f"{run.name} (log: {folder(run)}/log.txt)" for run in runs]
 
 
 def find_other_runs(sweep: Any) -> list[Path]:

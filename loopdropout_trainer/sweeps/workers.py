@@ -60,6 +60,9 @@ class Runs(Protocol):
     def count(self) -> tuple[int, int]:
         """Return the number of trainings that have ended, and of all trainings, as far as they are known."""
 
+    def describe_uncounted(self) -> str:
+        """Return words about the trainings that have ended and that `count` leaves out, or ""."""
+
     def kind(self, run: Any) -> RunKind:
         """Return the method and the kind of a run that is not done, which decide its time."""
 
@@ -221,7 +224,8 @@ class Workers:
                 cause += ", often because the memory was full"
         else:
             cause = f"ended with exit code {status}: {message}"
-        self.failures[run] = f"{run.name} {cause} (log: {log})"
+        subject = f"{run.name} was trained, but its measurement" if has_trained(log.parent) else run.name
+        self.failures[run] = f"{subject} {cause} (log: {log})"
         self.runs.save_progress()
         # Messages of two runs can be compared without their folders, and without numbers such as free memory or a process.
         message = re.sub(r"\d[\d.,]*", "0", message.replace(str(log.parent), ""))
@@ -252,7 +256,7 @@ class Workers:
         elif status in ("training", "stopped"):  # it failed afterwards, as on a full disk
             status = "has its score, but did not end as it should (see its log.txt)"
         num_done, total = self.runs.count()
-        parts = [status, self.runs.describe_score(run)]
+        parts = [status, self.runs.describe_score(run), self.runs.describe_uncounted()]
         parts.append(describe_left(self.runs.count_left(), self.runs.means(), self.measure_speed()))
         text = f"{run.name} {', '.join(filter(None, parts))}"
         if not self.runs.is_done(run):  # a number in front would look like its own

@@ -1199,6 +1199,9 @@ def test_lines_plan_and_report_of_a_sweep_count_the_same_trainings(lab, capsys):
     assert "and not counted: lora/lr_0.01/seed_101)" in text
     line = made.pool._describe_end(SweepRun("lora", 0.02, 101, True), False)
     assert line.startswith("2 of 3: lora/lr_0.02/seed_101 trained"), line
+    assert line.endswith("on development, not counting 1 of other `--import` code"), line
+    made.pool._record_failure(last, -signal.SIGKILL, made.folder(last) / "log.txt", 0)
+    assert "\nlora/lr_0.02/seed_102 was trained, but its measurement was stopped by SIGKILL" in capsys.readouterr().out
     capsys.readouterr()
     with user_error(r"^1 run failed after the training, in the measurement\. Fix .*other gates\.$"):
         made.check_failures()
