@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from loopdropout_trainer.bounds import ADAPTER_BOUNDS, Bounds
-from loopdropout_trainer.errors import UserError, check_type, closest_match, first_line, short_repr
+from loopdropout_trainer.errors import UserError, check_type, choose_advice, closest_match, first_line, short_repr
 from loopdropout_trainer.looped import check_not_compiled, find_looped_model
 
 
@@ -161,8 +161,7 @@ def _targets_inside(model: PreTrainedModel, peft_config: LoraConfig) -> Collecti
         if "all-linear" in unknown:
             hint = " `all-linear` must be the only target module."
         raise UserError(
-            f"The target modules must be modules of the model, such as {', '.join(known)}, got {', '.join(unknown)}."
-            f"{hint}"
+            f"{_name_targets()} must be modules of the model, such as {', '.join(known)}, got {', '.join(unknown)}.{hint}"
         )
     if peft_config.layers_to_transform is not None:  # which PEFT ignores for full names
         return targets
@@ -200,6 +199,11 @@ def parse_peft_config(fields: Mapping[str, Any], file: Path) -> LoraConfig:
         return PeftConfig.from_pretrained(str(file.parent))
     except (TypeError, ValueError) as error:
         raise UserError(f"{file} does not describe an adapter: {first_line(error)}") from None
+
+
+def _name_targets() -> str:
+    """Return the name of the field that chooses the modules, which is another one in a recipe."""
+    return choose_advice("`lora_target_modules`", "`target_modules`")
 
 
 def check_peft_config(config: PeftConfig) -> None:
@@ -250,7 +254,7 @@ def check_layers(model: nn.Module) -> None:
             continue
         if name not in recurrent:
             raise UserError(
-                f"`{name}` is not a linear projection of the recurrent block. Remove it from `target_modules`, or write "
+                f"`{name}` is not a linear projection of the recurrent block. Remove it from {_name_targets()}, or write "
                 "`get_peft_model(model, default_peft_config(model, your_config))`, which leaves it out."
             )
         # PEFT's forward reads `lora_variant` if the update can be replaced.

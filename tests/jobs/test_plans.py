@@ -184,11 +184,15 @@ def test_examples_without_one_prompt_end_a_dry_run(plan, hrm_text):
     assert plan([one], *words, "--assistant_only_loss true")
 
 
-def test_plan_has_the_disk_of_chosen_modules_and_other_models(plan, hrm_text):
+def test_plan_has_the_disk_of_chosen_modules_and_other_models(plan, hrm_text, monkeypatch):
     for words in ("--lora_target_modules q_proj", f"--model_name_or_path {hrm_text}"):
         text = "\n".join(plan(PAIRS, words))
         number = int(re.search(r"([\d,]+) parameters", text)[1].replace(",", ""))
         assert f"disk        about {4 * number / 1e6:.1f} MB for adapters" in text, words
+    error = "^`target_modules` must be modules of the model, such as .*, got q_prj. Did you mean 'q_proj'"
+    plan(PAIRS, "--lora_target_modules q_prj", error=error)
+    monkeypatch.setattr("loopdropout_trainer.errors._commands", ["sft"])  # as in the command
+    plan(PAIRS, "--lora_target_modules q_prj", error=error.replace("target_modules", "lora_target_modules"))
 
 
 def test_plan_says_why_the_disk_is_not_computed():
