@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -91,6 +91,17 @@ def join_command(*words: str | Path) -> str:
 def count(number: int, noun: str) -> str:
     """Return a number with its noun, which has an s unless the number is one."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def count_rows(inputs: Any, name: str) -> int:
+    """Return the number of rows of a batch, whose tensor `name` is [B, ...]. Raise UserError for an example of a dataset."""
+    rows = inputs.get(name) if isinstance(inputs, Mapping) else None
+    if getattr(rows, "ndim", 0) < 2:  # a list has no `ndim`
+        raise UserError(
+            f"A batch must have a tensor `{name}` [B, S], got {short_repr(inputs)}. A trainer's first batch is "
+            "`next(iter(trainer.get_train_dataloader()))`."
+        )
+    return len(rows)
 
 
 def find_unusable(text: str) -> str | None:

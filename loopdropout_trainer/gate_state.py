@@ -8,7 +8,7 @@ layers and gate rules never import one another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, count_rows, short_repr
 from loopdropout_trainer.reruns import Reruns, is_checkpointed
 
 
@@ -416,8 +416,12 @@ def find_examples(inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor
 
     Examples with the same id share their gates. The index is None if each row is one example. Packed rows without
     `example_ids`, as of another collator, count as one row: their examples are (0, 0), (0, 1), ...
+
+    Raises:
+        UserError: If the inputs are no batch, but an example of a dataset.
     """
-    num_rows = len(inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"])
+    is_embedded = isinstance(inputs, Mapping) and "input_ids" not in inputs and "inputs_embeds" in inputs
+    num_rows = count_rows(inputs, "inputs_embeds" if is_embedded else "input_ids")
     if "position_ids" not in inputs or "attention_mask" in inputs:
         return [(row, 0) for row in range(num_rows)], None
     starts = example_starts(inputs["position_ids"].expand(num_rows, -1))  # [B, S] of packed rows

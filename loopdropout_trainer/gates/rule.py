@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -266,12 +266,20 @@ def make_from_fields(
         hint: End of the message about an unknown name.
     """
     check_name(classes, option, name, hint)
-    valid = [field.name for field in dataclasses.fields(classes[name]) if field.init]
+    own_fields = [field for field in dataclasses.fields(classes[name]) if field.init]
+    valid = [field.name for field in own_fields]
     for field in fields:
         if field not in valid:
             takes = ", ".join(valid) or "no fields"
             hint = closest_match(field, valid)
             raise UserError(f"`{option}: {name}` has no field {field!r}. It takes {takes}.{hint}")
+    for field in own_fields:
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if not has_default and field.name not in fields:
+            place = "`p`" if field.name == "p" else f"`{option}_args={{'{field.name}': ...}}`"
+            raise UserError(
+                f"`{option}: {name}` must have a value of its field {field.name!r}, got none. Set {place}."
+            )
     return classes[name](**fields)
 
 

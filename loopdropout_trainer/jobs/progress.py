@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import pandas as pd
@@ -15,6 +15,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.results.run_files import is_of_base
 from loopdropout_trainer.terminal import format_value
@@ -103,12 +104,23 @@ class SampleCompletionsCallback(TrainerCallback):
     Args:
         trainer: Trainer with an evaluation dataset.
         number: Number of examples.
+
+    Raises:
+        UserError: If the trainer has no evaluation dataset.
     """
 
     def __init__(self, trainer: Trainer, number: int = 1) -> None:
         self.trainer = trainer
         self.last_step: int | None = None  # of the newest samples
-        self.examples = [self._divide(row) for row in islice(trainer.eval_dataset, number)]
+        dataset = trainer.eval_dataset
+        if dataset is None:
+            raise UserError(
+                "`eval_dataset` must be given to the trainer, because `SampleCompletionsCallback` completes its examples, got "
+                "None."
+            )
+        if isinstance(dataset, Mapping):  # several by name
+            dataset = chain.from_iterable(dataset.values())
+        self.examples = [self._divide(row) for row in islice(dataset, number)]
 
     def _divide(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """Return the tokens of the prompt and of the reference of an example."""

@@ -298,7 +298,10 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     num_loops = looped.num_loops
     state = looped.gate_state
     if rule is not None and state.dropout is not None:
-        raise UserError("`loop_dropout` draws gates on this model already. Call `remove()` of its handle first.")
+        raise UserError(
+            "`loop_dropout` draws gates on this model already. Call `remove()` of its handle first, which "
+            "`find_looped_model(model).gate_state.dropout` of `loopdropout_trainer.looped` is, or load the model again."
+        )
     looped.prepare_fused_loss()
     state.is_read = True
     state.rule = rule

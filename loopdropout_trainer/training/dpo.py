@@ -9,7 +9,7 @@ from datasets import Dataset
 from trl import DPOTrainer
 
 from loopdropout_trainer.data.formats import PREFERENCES
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, count_rows
 from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 from loopdropout_trainer.training.example_counts import warn_of_cut_pairs
@@ -66,4 +66,4 @@ class LoopDropoutDPOTrainer(ReferenceMixin, GateSamplingMixin, DPOTrainer):
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], None]:
         """Return the ids of N chosen and N rejected completions, which share the ids of their pairs."""
-        return [(pair, 0) for pair in range(len(inputs["input_ids"]) // 2)] * 2, None
+        return [(pair, 0) for pair in range(count_rows(inputs, "input_ids") // 2)] * 2, None

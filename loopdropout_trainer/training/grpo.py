@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl import GRPOTrainer
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, count_rows
 from loopdropout_trainer.rewards import REWARDS, find_rewards
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
 from loopdropout_trainer.training.examples import read_first
@@ -74,4 +74,4 @@ class LoopDropoutGRPOTrainer(ReferenceMixin, GateSamplingMixin, GRPOTrainer):
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], None]:
         """Return the ids of the completions of a micro-batch."""
-        return [(row, 0) for row in range(len(inputs["completion_ids"]))], None
+        return [(row, 0) for row in range(count_rows(inputs, "completion_ids"))], None

@@ -316,6 +316,17 @@ def test_new_rule_is_one_class(train):
     assert logged(trainer, "gate_mean") == [1, 1]
 
 
+@pytest.mark.parametrize("field", ["q", "p"])
+def test_own_rule_without_a_default_names_its_field(field):
+    fix = {"q": r"`rule_args=\{'q': ...\}`", "p": "`p`"}[field]
+    code = ALTERNATING.replace("def sample", f"{field}: float\n\n    def sample")
+    with patch.dict(RULES):
+        exec(code, {"__name__": "alternating"})
+        with user_error(f"`rule: alternating` must have a value of its field '{field}', got none. Set {fix}"):
+            make_rule("alternating")
+        assert getattr(make_rule("alternating", **{field: 0.5}), field) == 0.5
+
+
 def test_example_of_own_rule_trains(train):
     file = ROOT / "recipes" / "examples" / "drop_one_loop.py"
     code = file.read_text().partition('"""\n\n')[2]

@@ -164,6 +164,13 @@ def test_loss_at_the_end_is_the_mean_over_all_steps(make_sft, tmp_path):
 def test_sample_ends_with_the_first_answer(make_sft):
     """A chat has further answers behind it."""
     trainer = make_sft()
+    dataset = trainer.eval_dataset
+    trainer.eval_dataset = {"first": dataset, "second": dataset}
+    assert SampleCompletionsCallback(trainer).examples
+    trainer.eval_dataset = None
+    with user_error("`eval_dataset` must be given to the trainer, because `SampleCompletionsCallback` completes"):
+        SampleCompletionsCallback(trainer)
+    trainer.eval_dataset = dataset
     for labels, answer in (([-100, -100, 3, 4, -100, 6], [3, 4]), ([-100, -100, 3, 4, 5, 6], [3, 4, 5, 6])):
         batch = {"input_ids": torch.arange(1, 7)[None], "labels": torch.tensor([labels])}
         trainer.data_collator = lambda rows, batch=batch: batch

@@ -1,5 +1,6 @@
 """Loop Dropout in other training loops, and the examples of docs/training_loops.md."""
 
+import copy
 import re
 
 import accelerate
@@ -157,8 +158,13 @@ def test_remove_restores_the_model(make):
     for name in ("p", "rule"):
         with user_error(f"`{name}` must be set before `remove..`, .* Call `loop_dropout` on the model again"):
             setattr(dropout, name, 0.1)
-    with user_error("Call `remove"):
-        loop_dropout(peft_model)
+    for model in (peft_model, copy.deepcopy(peft_model)):
+        with user_error("Call `remove.* `find_looped_model.model..gate_state.dropout` .* or load the model again"):
+            loop_dropout(model)
+        find_looped_model(model).gate_state.dropout.remove()  # of a handle that nobody kept
+        again = loop_dropout(model)
+        model.train()(input_ids=torch.arange(1, 5)[None])
+        assert again.num_draws == 1
 
 
 @pytest.mark.parametrize("is_added_before", [True, False])

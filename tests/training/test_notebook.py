@@ -226,6 +226,12 @@ def test_last_gates_print_the_loops_of_each_example(train):
 def test_sampled_gates_are_not_set_on_the_model(make_sft):
     trainer = make_sft(max_steps=1)
     batch = next(iter(trainer.get_train_dataloader()))
+    rows = trainer.train_dataset  # with tokens
+    for example in (rows[0], {"prompt": "a", "completion": "b"}, [rows[0]]):
+        with user_error(
+            r"A batch must have a tensor `input_ids` \[B, S\], .* `next.iter.trainer.get_train_dataloader"
+        ):
+            trainer.sample_gates(example)
     sampled = trainer.sample_gates(batch)
     assert not trainer.gate_state.batch.is_set
     trainer.draw_gates(batch)
@@ -252,7 +258,7 @@ def test_sampled_gates_are_not_set_on_the_model(make_sft):
         trainer.gate_state.reset()
         model(**inputs)
     for text in (Path("docs/sft.md").read_text(), type(trainer).draw_gates.__doc__):
-        assert "sample_gates" in text and "For inference" in text and "use_gates" in text
+        assert "sample_gates" in text and "for inference" in text.lower() and "use_gates" in text
 
 
 def test_loss_without_gradient_runs_under_drawn_gates(make_sft):
