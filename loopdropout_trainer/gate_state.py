@@ -492,7 +492,7 @@ def as_gate_matrix(
             f"M = {num_modules} adapted modules, got the shape {shape}."
         )
     if not bool(torch.isfinite(gates.detach()).all()):
-        raise UserError(f"{name} must be finite numbers.")
+        raise UserError(f"{name} must be finite numbers, got {short_repr(value)}.")
     return gates
 
 

@@ -70,14 +70,19 @@ def download_files(name: str, revision: str | None, what: str, patterns: Sequenc
     except RevisionNotFoundError:
         raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from None
     except (OSError, ValueError) as error:
-        if means_folder(name):
-            reason = f" ({first_line(error).rstrip('.')})" if is_unreachable(error) else ""
+        reason = first_line(error).rstrip(".")
+        if is_unreachable(error):  # so nobody knows whether the repository is there
             raise UserError(
-                f"There is no folder {name}, and no {what} of this name that can be read on the Hub{reason}.{hint()}"
+                f"The {what} {name} cannot be loaded: there is no folder of this name, and the Hub cannot be reached "
+                f"({reason}).{hint()}"
+            ) from None
+        if means_folder(name):
+            raise UserError(
+                f"There is no folder {name}, and no {what} of this name that can be read on the Hub.{hint()}"
             ) from None
         raise UserError(
             f"The {what} {name} cannot be loaded: there is no folder of this name, and no repository that can be read on the "
-            f"Hub ({first_line(error)}).{hint()}{hint_at_login(error)}"
+            f"Hub ({reason}).{hint()}{hint_at_login(error)}"
         ) from None
     return Path(folder), Path(folder).name
 

@@ -34,6 +34,7 @@ from loopdropout_trainer.data.sources import DataSource, find_shares
 from loopdropout_trainer.data.splitting import split_examples
 from loopdropout_trainer.data.tokenizing import tokenize
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.tokenizers import check_tokenizer
 
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def load_datasets(
     Raises:
         UserError: if the data cannot be loaded, or if too few examples are left.
     """
+    check_tokenizer(tokenizer, "tokenizer")
     left_out: list[LeftOut] = []
     losses = Losses(completion_only_loss, assistant_only_loss)
     try:

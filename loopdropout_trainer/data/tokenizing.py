@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os.path
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
@@ -44,14 +45,31 @@ def tokenize(
         `input_ids`, and the masks of `SFTTrainer` (1 for a target): `completion_mask` if there is a prompt, and
         `assistant_masks`.
     """
+    _check_mapping(example)
     prompt = example.get("prompt")
     given = [name for name in _TARGETS if name in example]
     if not given:
         raise wrong_columns("An example", _COLUMNS, example, "Rename its columns.")
     target = example[given[0]]
+    _check_values(given[0], target, prompt)
     if isinstance(target, list):
         return _tokenize_turns(prompt, target, example, tokenizer, assistant_only_loss)
     return _tokenize_texts(prompt, target, tokenizer, is_one_text)
+
+
+def _check_mapping(example: Any) -> None:
+    """Raise UserError unless an example has columns."""
+    if not isinstance(example, Mapping):
+        raise UserError(f"An example must be a mapping such as {{'text': 'x'}}, got {short_repr(example)}.")
+
+
+def _check_values(name: str, target: Any, prompt: Any) -> None:
+    """Raise UserError unless the column `name` and the prompt are both texts, or both lists of messages."""
+    if not isinstance(target, str | list):
+        raise UserError(f"`{name}` of an example must be a text or a list of messages, got {short_repr(target)}.")
+    kind, noun = (list, "a list of messages") if isinstance(target, list) else (str, "a text")
+    if prompt is not None and not isinstance(prompt, kind):
+        raise UserError(f"`prompt` of an example must be {noun} as its `{name}` is, got {short_repr(prompt)}.")
 
 
 def _tokenize_turns(
@@ -157,6 +175,7 @@ def label_example(
         completion_only_loss: As in `SFTConfig`. Default: for examples with a prompt.
         assistant_only_loss: As in `SFTConfig`.
     """
+    _check_mapping(example)
     if "labels" in example:  # of a mixture of formats
         return {"input_ids": example["input_ids"], "labels": example["labels"]}
     columns = example if "input_ids" in example else tokenize(example, tokenizer, assistant_only_loss)

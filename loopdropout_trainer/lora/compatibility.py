@@ -291,7 +291,7 @@ def find_smallest_dimension(model: nn.Module) -> int:
 def check_present(model: PeftModel) -> None:
     """Raise UserError if the model or its layers have no adapter, without which nothing trains or is saved."""
     if not isinstance(model, PeftModel):
-        fix = "Wrap it with peft.get_peft_model first."
+        fix = "Wrap it with peft.get_peft_model first, as in `get_peft_model(model, default_peft_config(model))`."
         if any(isinstance(module, PeftModel) for module in model.modules()):  # in DDP
             fix = "Give the PEFT model that it wraps, which is its `module` in DDP."
         raise UserError(f"{type(model).__name__} has no adapter to gate. {fix}")

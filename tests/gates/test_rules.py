@@ -258,7 +258,7 @@ def test_trainers_of_one_model_keep_their_rules(make_trainer, make_sft):
         ),
         (lambda k, n: torch.zeros(k, n + 1), r"got the shape \[4, 3\]"),
         (lambda k, n: torch.zeros(k, n, 3), r"got the shape \[4, 2, 3\]"),
-        (lambda k, n: torch.full((k, n), torch.inf), "must be finite"),
+        (lambda k, n: torch.full((k, n), torch.inf), "must be finite numbers, got tensor"),
         (lambda k, n: torch.zeros(k, n, dtype=torch.complex64), "must be real numbers, got torch.complex64"),
         (lambda k, n: torch.zeros(k, n, device="meta"), "on the device meta"),
     ],

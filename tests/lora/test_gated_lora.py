@@ -5,6 +5,7 @@
 
 import copy
 import functools
+import math
 import pickle
 from dataclasses import field, make_dataclass
 
@@ -269,7 +270,13 @@ def test_later_adapters_are_checked(tmp_path):
 
 
 def test_use_gates_needs_an_unmerged_adapter(model):
-    with user_error("Wrap it with peft.get_peft_model first"), use_gates(model, torch.ones(4)):
+    fix = r"Wrap it with peft.get_peft_model first, as in `get_peft_model\(model, default_peft_config\(model\)\)`"
+    with user_error(fix), use_gates(model, torch.ones(4)):
+        pass
+    with (
+        user_error(r"`gates` must be finite numbers, got \[1, 0, 0, nan\]"),
+        use_gates(with_adapter(), [1, 0, 0, math.nan]),
+    ):
         pass
     twice = get_peft_model(with_adapter(), LoraConfig(r=4, target_modules=["q_proj"]))
     with user_error("must be a PEFT model over a looped model, got one over another PEFT model"):

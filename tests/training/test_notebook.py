@@ -37,7 +37,7 @@ from loopdropout_trainer import (
     register_rule,
     use_gates,
 )
-from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.diagnostics import depth_matrix, label_batches, score
 from loopdropout_trainer.evaluation import evaluate_tasks
 from loopdropout_trainer.gate_state import GatedBatch
@@ -880,6 +880,24 @@ MISTAKES = {
     "batches of a name": (
         lambda: label_batches([{"text": "x"}], "tiny-ouro"),
         r"`tokenizer` must be a tokenizer, got the name 'tiny-ouro'. Load it by `load_tokenizer\('tiny-ouro'\)`",
+    ),
+    "batches of texts": (
+        lambda: label_batches(["labels"], make_tokenizer()),
+        "An example must be a mapping .* got 'labels'",
+    ),
+    "batches of numbers": (
+        lambda: label_batches([{"prompt": "a", "completion": 1}], make_tokenizer()),
+        "`completion` of an example must be a text or a list of messages, got 1",
+    ),
+    "batches of a text and turns": (
+        lambda: label_batches(
+            [{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}], make_tokenizer()
+        ),
+        "`prompt` of an example must be a list of messages as its `completion` is, got 'a'",
+    ),
+    "data of a name": (
+        lambda: load_datasets(DataArguments(preparation="arithmetic"), "tiny-ouro"),
+        "`tokenizer` must be a tokenizer, got the name 'tiny-ouro'",
     ),
     "score of examples": (
         lambda: score(with_adapter(), [{"text": "x"}], [1, 0, 0, 0]),
