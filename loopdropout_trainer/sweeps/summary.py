@@ -80,7 +80,7 @@ def _print_other_runs(sweep: Any) -> None:
     """Print the runs in the folder that the sweep does not have, because a report can show them."""
     others = describe_other_runs(sweep)
     if others:
-        print(f"The folder has {others}")
+        print_sentences(f"The folder has {others}")
 
 
 def find_best_run(sweep: Any) -> SweepRun | None:
@@ -98,7 +98,7 @@ def find_best_run(sweep: Any) -> SweepRun | None:
 def _print_choices(sweep: Any) -> None:
     """Print the chosen learning rate of each method, and the former one of a method whose runs are all of other code."""
     if sweep.loss_chooses_by_default:
-        print("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
+        print_sentences("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
     kept = find_kept_choices(sweep)
     for method in sweep.recipes:
         choice = sweep.choice(method)

@@ -877,7 +877,7 @@ def test_plan_warns_of_gates_with_another_mean(lab, capsys, forks):
     assert "\ngates       The gates of the rule 'halved' must have" in capsys.readouterr().out
 
 
-def test_plan_names_runs_that_the_sweep_does_not_have(lab, capsys):
+def test_plan_names_runs_that_the_sweep_does_not_have(lab, capsys, monkeypatch):
     """As after a method was renamed, or a learning rate removed. A moved folder is the method's of the new name."""
     made = lab.run()
     print_summary(made)
@@ -894,6 +894,12 @@ def test_plan_names_runs_that_the_sweep_does_not_have(lab, capsys):
     print_summary(lab.run(learning_rates=[0.02], seeds=[102]))  # whose table has the runs of this sweep only
     out = capsys.readouterr().out
     assert "The folder has 3 runs of other" in out and "Accuracy in %\n" in out
+    with monkeypatch.context() as patch:
+        patch.setattr("loopdropout_trainer.terminal.terminal_columns", lambda: 60)
+        print_summary(lab.run(learning_rates=[0.02]))
+    lines = capsys.readouterr().out.splitlines()
+    (start,) = [number for number, line in enumerate(lines) if line.startswith("The folder has")]
+    assert len(lines[start]) <= 60 and len(lines[start + 1]) <= 60
     lab.sweep(methods=[{"plain": "lora"}])
     sweep.main([lab.file, "--dry_run", "true"])
     assert "After renaming a method, rename its folder, so that its runs count." in capsys.readouterr().out
