@@ -71,7 +71,8 @@ def download_files(name: str, revision: str | None, what: str, patterns: Sequenc
         raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from None
     except (OSError, ValueError) as error:
         reason = first_line(error).rstrip(".")
-        if is_unreachable(error):  # so nobody knows whether the repository is there
+        is_path = "/" in name and means_folder(name)  # such as recipes/missing, next to which there are other files
+        if is_unreachable(error) and not is_path:  # so nobody knows whether the repository is there
             raise UserError(
                 f"The {what} {name} cannot be loaded: there is no folder of this name, and the Hub cannot be reached "
                 f"({reason}).{hint()}"

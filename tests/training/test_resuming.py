@@ -4,6 +4,7 @@ import functools
 import importlib
 import itertools
 import linecache
+import logging
 import os
 import shutil
 import signal
@@ -256,6 +257,7 @@ def test_best_checkpoint_is_saved_at_evaluations(tmp_path, log):
     with user_error("`save_strategy` must be epoch, as `eval_strategy`"):
         best(eval_strategy="epoch", save_strategy="steps")
     assert "no effect" not in log.text
+    logging.Logger.warning_once.cache_clear()  # of another test
     best(eval_strategy="epoch", save_steps=7)
     best(eval_strategy="epoch", save_steps=7, save_strategy="best", metric_for_best_model="loss")
     unused = "`save_steps` has no effect, because `save_strategy` is"
@@ -418,7 +420,7 @@ CHANGES = [
     ({"gradient_accumulation_steps": 2}, "`gradient_accumulation_steps` changed from 1 to 2"),
     ({"lora_alpha": 8}, "`lora_alpha` changed from 32 to 8"),
     ({"r": 8}, "`r` changed from 16 to 8"),
-    ({"lora_dropout": 0.1}, "`lora_dropout` changed from 0.0 to 0.1"),
+    ({"lora_dropout": 0.1}, "`lora_dropout` changed from 0 to 0.1"),
     ({"num_loops": 3}, "`num_loops` changed from 4 to 3"),
     (
         {"target_modules": ["q_proj"]},
