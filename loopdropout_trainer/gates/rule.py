@@ -181,16 +181,18 @@ def make_rule(name: str, **fields: Any) -> GateRule:
     A command line and YAML may give p as a list of one number. A rule gets p as a float, or as a tuple with a float for each
     loop if its own field is not declared as one `float`.
     """
-    if not isinstance(name, str):
-        raise not_a_rule(name)
-    if "p" in fields and name in RULES and "p" in RULES[name].__dataclass_fields__:
+    check_rule_name("rule", name)
+    if "p" in fields and "p" in RULES[name].__dataclass_fields__:
         fields["p"] = _read_p(RULES[name], fields["p"])
-    return make_from_fields(RULES, "rule", name, fields, _hint_at_code())
+    return make_from_fields(RULES, "rule", name, fields)
 
 
 def check_rule_name(option: str, name: str) -> None:
-    """Raise UserError unless an option that takes the name of a rule has one that is known."""
-    check_name(RULES, option, name, _hint_at_code())
+    """Raise UserError unless an option that takes the name of a rule has one that is known. Its fields are not checked."""
+    if not isinstance(name, str):
+        raise not_a_rule(name)
+    if name not in RULES:  # the hint reads files
+        check_name(RULES, option, name, _hint_at_code())
 
 
 def _hint_at_code() -> str:
@@ -253,9 +255,7 @@ def fields_of(rule: GateRule) -> dict[str, Any]:
     return {"rule": rule.name, "p": p, "rule_args": values or None}
 
 
-def make_from_fields(
-    classes: Mapping[str, type], option: str, name: str, fields: Mapping[str, Any], hint: str = ""
-) -> Any:
+def make_from_fields(classes: Mapping[str, type], option: str, name: str, fields: Mapping[str, Any]) -> Any:
     """Return the dataclass of a name with its fields, or raise UserError for an unknown name or field.
 
     Args:
@@ -263,9 +263,8 @@ def make_from_fields(
         option: Field of the configuration that holds the name.
         name: Name of a dataclass.
         fields: Values by field name.
-        hint: End of the message about an unknown name.
     """
-    check_name(classes, option, name, hint)
+    check_name(classes, option, name)
     own_fields = [field for field in dataclasses.fields(classes[name]) if field.init]
     valid = [field.name for field in own_fields]
     for field in fields:
@@ -284,7 +283,12 @@ def make_from_fields(
 
 
 def check_name(classes: Mapping[str, type], option: str, name: str, hint: str = "") -> None:
-    """Raise UserError unless a name is one of the classes. The arguments are those of `make_from_fields`."""
+    """Raise UserError unless a name is one of the classes.
+
+    Args:
+        classes, option, name: As in `make_from_fields`.
+        hint: End of the message.
+    """
     if name not in classes:
         choices = ", ".join(sorted(classes))
         raise UserError(f"`{option}` must be one of {choices}, got {name!r}.{closest_match(name, classes)}{hint}")

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.files import find_recipes_of_name
-from loopdropout_trainer.gates import LoopDropout, make_rule
+from loopdropout_trainer.gates import LoopDropout
+from loopdropout_trainer.gates.rule import check_rule_name
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, names_of
 from loopdropout_trainer.settings.command_fields import TRAININGS
 from loopdropout_trainer.settings.recipe import check_names, load_recipe, override
@@ -129,7 +130,7 @@ def _check_rule(sweep: Any, name: str, definition: str | dict) -> None:
     """
     path, own = _read_definition(sweep, definition)
     try:
-        make_rule(own.get("rule", LoopDropout.name))
+        check_rule_name("rule", own.get("rule", LoopDropout.name))
     except UserError:
         recipes = []
         if isinstance(definition, str):
@@ -144,7 +145,8 @@ def _check_rule(sweep: Any, name: str, definition: str | dict) -> None:
         raise UserError(
             f"`recipe` must be set, such as `--recipe gsm8k.yaml`, because the method {name} is not a recipe itself."
         )
-    make_rule(_make_final_recipe(sweep, *_read_method(sweep, definition)).get("rule", LoopDropout.name))
+    recipe = _make_final_recipe(sweep, *_read_method(sweep, definition))
+    check_rule_name("rule", recipe.get("rule", LoopDropout.name))
 
 
 def has_benchmarks(sweep: Any, methods: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from loopdropout_trainer.costs.evaluations import HOW_TO_TIME, add_answers, count_answers
@@ -12,7 +13,6 @@ from loopdropout_trainer.costs.paper import describe_paper_costs
 from loopdropout_trainer.costs.trainings import Training, describe_costs, find_obstacle
 from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.files import find_unwritable
-from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.jobs.checks import check_measurements
 from loopdropout_trainer.jobs.plan import (
     describe_early_stop,
@@ -235,7 +235,9 @@ def _by_method(texts: Mapping[str, str]) -> str:
 def _describe_rule(method: str, training: Training) -> str:
     """Return the rule of a method with its fields, or "" if the name of the method says all of it."""
     rule = training.args.make_rule()
-    if method == rule.name and rule == make_rule(rule.name):
+    own_fields = [own for own in fields(rule) if own.init]
+    has_defaults = all(getattr(rule, own.name) == own.default for own in own_fields)
+    if method == rule.name and has_defaults:
         return ""
     return f"{rule.name}{describe_rule_fields(rule)}"
 

@@ -622,6 +622,16 @@ def test_plan_of_a_sweep_has_the_settings_of_each_method(lab, capsys):
     )
 
 
+def test_sweep_takes_a_rule_whose_field_has_no_default(lab, capsys):
+    """The name of the method alone does not make the rule. Its settings do."""
+    needed = HALVED_RULE.replace('    name = "halved"', '    p: float\n    name = "halved"')
+    with patch.dict(RULES):
+        exec(needed, {"__name__": "halved"})
+        lab.sweep(methods=["halved"], settings={"p": 0.25})
+        sweep.main([lab.file, "--dry_run", "true"])
+    assert "\nrules           halved (p = 0.25)\n" in capsys.readouterr().out
+
+
 def test_sweep_checks_the_data_once_before_its_first_run(lab, capsys):
     """By the code of a training. Methods with the same data have one line."""
     path = lab.folder / "chats.jsonl"
