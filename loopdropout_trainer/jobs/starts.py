@@ -6,7 +6,6 @@ modules of the model without weights.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -178,17 +177,20 @@ def _replace_adapter(sizes: Sizes, saved: SavedAdapter | None) -> Sizes:
     shapes = None if saved is None else saved.read_shapes()
     if not shapes:  # then loading it says why
         return sizes._replace(num_parameters=None)
-    num_parameters, dimensions, prefixes = 0, [], []
+    from loopdropout_trainer.lora import index_layers
+
+    num_parameters, dimensions, names = 0, [], []
     for name, weight in shapes.items():
-        rows, columns = weight.shape[-2:] if weight.dim() > 1 else (0, 0)  # learned gates are vectors
+        if weight.dim() < 2:  # learned gates
+            continue
+        rows, columns = weight.shape[-2:]
         num_parameters += rows * columns  # an adapter for each loop counts once, as a shared one
         if ".lora_A." in name:
             dimensions.append(columns)
-            prefixes.append(re.sub(r"(\.\d+)\..*", r"\1", name))
+            names.append(name)
         elif ".lora_B." in name:
             dimensions.append(rows)
-    order = [*dict.fromkeys(prefixes)]
-    layers = tuple(order.index(prefix) for prefix in prefixes)
+    layers = tuple(index_layers(names))
     return sizes._replace(num_parameters=num_parameters, smallest_projection=min(dimensions), layers=layers)
 
 

@@ -18,6 +18,7 @@ from loopdropout_trainer.lora.gated import (
     check_kind,
     gate_new_layers,
     gated_layers,
+    index_layers,
     is_gated_by,
     kind_of,
     merged_update,

@@ -263,11 +263,15 @@ def _has_input_dropout(layer: LoraLayer) -> bool:
 
 
 def physical_layers(model: nn.Module) -> list[int]:
-    """Return the index of the physical layer of each adapted layer, [M].
+    """Return the index of the physical layer of each adapted layer, [M]."""
+    return index_layers([name for name, module in model.named_modules() if isinstance(module, LoraLayer)])
+
+
+def index_layers(names: Sequence[str]) -> list[int]:
+    """Return the index of the physical layer of each name of a module or of its weight, [M].
 
     Modules whose names agree up to the first number (`layers.3`) belong to one physical layer.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     prefixes = [re.sub(r"(\.\d+)\..*", r"\1", name) for name in names]
     order = list(dict.fromkeys(prefixes))
     return [order.index(prefix) for prefix in prefixes]
