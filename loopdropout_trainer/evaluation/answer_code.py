@@ -14,10 +14,9 @@ from pathlib import Path
 
 from torch import nn
 
-from loopdropout_trainer.data.caching import own_files
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.files import PACKAGE
-from loopdropout_trainer.settings.recipe import IMPORTED
+from loopdropout_trainer.results.imported_code import list_imported_files
 
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "lm-eval")
@@ -35,11 +34,7 @@ def digest_code(model: nn.Module) -> list[str]:
 
 def _digest_known_code() -> list[str]:
     """Return the digests that need no model: of the package, and of the imported files with the files that they import."""
-    files = {*map(Path, IMPORTED)}
-    for path in IMPORTED:
-        if path.endswith(".py"):
-            files |= own_files(Path(path))
-    return [_digest_files(PACKAGE.rglob("*.py")), _digest_files(files)]
+    return [_digest_files(PACKAGE.rglob("*.py")), _digest_files(list_imported_files())]
 
 
 def _digest_libraries(model: nn.Module) -> str:

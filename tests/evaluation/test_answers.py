@@ -22,6 +22,7 @@ from loopdropout_trainer.evaluation.answer_code import count_kept
 from loopdropout_trainer.evaluation.answers import AnswerCache, answer_key
 from loopdropout_trainer.files import PACKAGE
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.results import imported_code
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -158,7 +159,7 @@ def test_key_changes_with_the_code(tmp_path, monkeypatch):
     (tmp_path / "own_part.py").write_text("")
     file.write_text("import own_part\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(answer_code, "IMPORTED", [str(file)])
+    monkeypatch.setattr(imported_code, "IMPORTED", [str(file)])
     keys.add(answer_key(lm))
     file.write_text("import own_part\nA = 2\n")
     keys.add(answer_key(lm))
@@ -182,7 +183,7 @@ def test_answers_of_other_code_are_named(tokenizer, tmp_path, monkeypatch, log):
 
     file = tmp_path / "own_models.py"
     file.write_text("A = 1\n")
-    monkeypatch.setattr(answer_code, "IMPORTED", [str(file)])
+    monkeypatch.setattr(imported_code, "IMPORTED", [str(file)])
     assert "answers" not in evaluate() + evaluate(num_loops=2) + evaluate(truncation=True)
     assert count_kept(tmp_path / "cache") == (6, 0)
     file.write_text("A = 2\n")
