@@ -108,8 +108,7 @@ def load_benchmarks(
     tasks = []
     for name in names:
         if name in own_benchmarks:
-            check_own_benchmark(name, own_benchmarks[name])
-            tasks.append(own_benchmark(name, **own_benchmarks[name]))
+            tasks.append(_make_own(name, own_benchmarks[name]))
         elif name == DEVELOPMENT:
             tasks.append(development_task(preparation, held_out))
         else:
@@ -135,9 +134,8 @@ def check_benchmarks(
     """
     for name in names:
         if name in own_benchmarks:
-            check_own_benchmark(name, own_benchmarks[name])
             try:
-                own_benchmark(name, **own_benchmarks[name])
+                _make_own(name, own_benchmarks[name])
             except UserError as error:
                 if not is_unreachable(error):  # its files may be on the Hub, which a plan does not need
                     raise
@@ -160,12 +158,8 @@ def _check_task_file(name: str) -> None:
     raise UserError(f"{name} can run code, as any task file of lm-eval. {fix}")
 
 
-def check_own_benchmark(name: str, fields: Mapping[str, Any]) -> None:
-    """Check the name and the fields of a benchmark in a recipe, without loading its problems.
-
-    Raises:
-        UserError: unless the fields are a mapping of arguments of `own_benchmark`, and the name is not that of another task.
-    """
+def _make_own(name: str, fields: Mapping[str, Any]) -> Task:
+    """Return the task of a benchmark in a recipe, whose fields must be a mapping of arguments of `own_benchmark`."""
     if not isinstance(fields, Mapping):
         raise UserError(
             f"`own_benchmarks` must map {name!r} to a mapping of fields such as `files` and `like`, got {short_repr(fields)}."
@@ -174,7 +168,7 @@ def check_own_benchmark(name: str, fields: Mapping[str, Any]) -> None:
     for field in fields:
         if field not in valid:
             raise UserError(f"The benchmark `{name}` has no field `{field}`.{closest_match(field, valid)}")
-    _check_own_name(name)
+    return own_benchmark(name, **fields)
 
 
 @preserved_random_states()
