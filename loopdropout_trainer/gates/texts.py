@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from loopdropout_trainer.errors import UserError, short_repr
 
 
-def expand_gates(gates: Sequence[str] | None, num_loops: int) -> list[str | None]:
+def expand_gates(gates: Sequence[str | None] | None, num_loops: int) -> list[str | None]:
     """Return gates with `single_loop` replaced by "loop 1" to "loop K". Unit gates are None."""
     if not gates:
         return [None]
@@ -67,9 +67,8 @@ def describe_listed_depths(gates: Sequence[str | None], depths: Sequence[int] | 
 def _fit(gates: Sequence[str | None], num_loops: int) -> bool:
     """Return whether all gates have one number for each of K loops."""
     try:
-        for text in gates:
-            for expanded in expand_gates([text], num_loops):
-                parse_gates(expanded, num_loops)
+        for text in expand_gates(gates, num_loops):
+            parse_gates(text, num_loops)
     except UserError:
         return False
     return True

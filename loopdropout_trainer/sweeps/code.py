@@ -152,11 +152,11 @@ def describe_failures(sweep: Any) -> str:
 
 def describe_fix(sweep: Any) -> str:
     """Return how a sweep goes on after a failure, with a warning if finished runs depend on a file of `--import`."""
-    folders = [sweep.folder(run) for run in sweep.pending()]
+    are_trained = [has_trained(sweep.folder(run)) for run in sweep.pending()]
     verbs = []
-    if not folders or any(not has_trained(folder) for folder in folders):
+    if not are_trained or not all(are_trained):
         verbs.append("trains")
-    if any(has_trained(folder) for folder in folders):
+    if any(are_trained):
         verbs.append("measures")
     text = f"Fix the cause. The same command then {' and '.join(verbs)} what is missing."
     if any(read_used_imports(folder) for folder in _list_trained(sweep)):
