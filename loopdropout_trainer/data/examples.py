@@ -116,7 +116,7 @@ class Examples(NamedTuple):
         # A column of flags instead of `filter`, which does not tell the indices of the rows that it keeps.
         names = self.rows.column_names
         flags = self._map(self._name_rows(flag), step_key(key, "flags"), remove_columns=names, desc="Filter")
-        kept = np.flatnonzero(np.array(flags["is_kept"]))
+        kept = np.flatnonzero(read_numbers(flags, "is_kept"))
         if len(kept) < len(self.rows):
             left_out.append(LeftOut(len(self.rows) - len(kept), noun, reason))
         rows = self.rows.select(kept, new_fingerprint=key)
@@ -140,5 +140,8 @@ class Examples(NamedTuple):
 
 
 def read_numbers(rows: Dataset, name: str) -> np.ndarray:
-    """Return a column of integers [N]. `[:]` reads all of them together, and not one after the other, which takes seconds."""
+    """Return a column of integers [N]. Flags become 0 and 1.
+
+    `[:]` reads all of them together, and not one after the other, which takes 4 seconds for 100,000 rows.
+    """
     return np.array(rows[name][:], dtype=int)
