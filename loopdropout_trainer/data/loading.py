@@ -101,8 +101,11 @@ def load_examples(
             # No number of held-out examples helps if all of them are too long.
             _check_lengths(_add_columns(mixture.examples, tokenizer, max_length), max_length)
             raise
-        train = _complete(split.train, tokenizer, max_length, left_out, "examples")
-        held_out = _complete(split.held_out, tokenizer, max_length, left_out, "held-out examples")
+        complete = _add_columns(split.train, tokenizer, max_length)
+        train = _leave_out_long(complete, max_length, left_out, "examples")
+        _check_lengths(complete, max_length)
+        complete = _add_columns(split.held_out, tokenizer, max_length)
+        held_out = _leave_out_long(complete, max_length, left_out, "held-out examples")
     lengths = None
     if "num_tokens" in train.column_names:
         lengths = read_numbers(train, "num_tokens")
@@ -246,25 +249,16 @@ def _load_held_out_file(
     return HeldOutFile(mix(held_out, losses), loss, train_loss)
 
 
-def _complete(
-    examples: Examples,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
-    left_out: list[LeftOut],
-    noun: str,
-) -> Dataset:
-    """Return examples with the tokens of pairs of texts and the numbers of tokens, without examples that are too long."""
-    examples = _add_columns(examples, tokenizer, max_length)
-    if max_length is not None:
-        reason = f"they have more than {max_length:,} tokens"
-        noted: list[LeftOut] = []
-        kept = examples.keep(_fits, noted, noun, reason, max_length=max_length)
-        for part in noted:
-            left_out.append(part._replace(reason=f"{reason}. The longest one is {_describe_longest(examples)}"))
-        if noun == "examples":
-            _check_lengths(examples, max_length)
-        examples = kept
-    return examples.rows
+def _leave_out_long(examples: Examples, max_length: int | None, left_out: list[LeftOut], noun: str) -> Dataset:
+    """Return the examples from `_add_columns` that have at most `max_length` tokens."""
+    if max_length is None:
+        return examples.rows
+    reason = f"they have more than {max_length:,} tokens"
+    noted: list[LeftOut] = []
+    kept = examples.keep(_fits, noted, noun, reason, max_length=max_length)
+    for part in noted:
+        left_out.append(part._replace(reason=f"{reason}. The longest one is {_describe_longest(examples)}"))
+    return kept.rows
 
 
 def _add_columns(examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Examples:
