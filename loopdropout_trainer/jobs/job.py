@@ -179,6 +179,7 @@ class Job:
                     self.model_args, self.data_args, self.args, tokenizer, max_length, left_out
                 )
             check_sampling(self.args, loaded.datasets["train"])
+            self._check_scored_loops(loaded.datasets)
         except BaseException:
             if left_out and self.args.process_index == 0:
                 print(*describe_left_out(left_out), sep="\n", flush=True)
@@ -200,13 +201,23 @@ class Job:
                 print(*write_plan(self.plan), sep="\n", flush=True)
             raise
 
+    def _check_scored_loops(self, datasets: DatasetDict) -> None:
+        """Raise UserError if losses of each loop are asked for after the training, but no held-out example is short enough."""
+        number = getattr(self.script_args, "single_loop_batches", 0)  # only `sft` has the field
+        if number and "eval" not in datasets:
+            raise UserError(
+                f"`single_loop_batches` must be 0, got {number}, because all held-out examples are longer than `max_length`. "
+                "Raise `max_length`, or hold out shorter examples."
+            )
+
     def _hint_at_evaluation(self, datasets: DatasetDict) -> None:
         """Log that the training is not evaluated on the held-out examples that the user has asked for, and no task is."""
         recipe, options = self.runs[0].recipe, self.script_args
         is_asked_for = recipe.get("num_eval_examples") or recipe.get("eval_files")
         is_used = DEVELOPMENT in (options.benchmarks or ()) or getattr(options, "single_loop_batches", 0)
         is_chosen = recipe.get("eval_strategy") is not None
-        if is_asked_for and not is_used and not is_chosen and self.args.process_index == 0:
+        can_evaluate = is_asked_for and "eval" in datasets  # else all of them are left out as too long
+        if can_evaluate and not is_used and not is_chosen and self.args.process_index == 0:
             logger.warning(
                 "`eval_strategy` is not set, so the training is not evaluated on its %s. Set it to steps or epoch.",
                 count(len(datasets["eval"]), "held-out example"),

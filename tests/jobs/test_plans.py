@@ -92,6 +92,16 @@ def test_mistakes_in_data_come_without_a_plan(plan, rows, words, error):
     assert bool(lines) == ("max_length" in words or rows[0].get("completion") == "")
 
 
+def test_plan_names_held_out_examples_that_are_all_too_long(plan, tmp_path):
+    """Else the measurement after the training would have none. A training that does not need them goes on without."""
+    write_lines(tmp_path / "long.jsonl", [{"prompt": "1 + " * 40, "completion": " 2"}])
+    words = "--eval_files long.jsonl --max_length 32"
+    error = "`single_loop_batches` must be 0, got 2, because all held-out examples are longer than `max_length`"
+    (line,) = plan(PAIRS, words, "--single_loop_batches 2", error=error)
+    assert line.startswith("left out    1 held-out example, because")
+    assert line in plan(PAIRS, words)
+
+
 def test_plan_counts_the_checkpoints_of_loaded_examples(plan):
     """The number of steps follows from the number of examples here."""
     words = "--num_train_epochs 3 --per_device_train_batch_size 4 --save_strategy steps --save_steps 4"
