@@ -8,12 +8,11 @@ import os.path
 import shlex
 import sys
 from collections.abc import Collection, Sequence
-from enum import Enum
 from typing import Any, get_args, get_origin
 
 from loopdropout_trainer.errors import UserError, check_type, describe_type, short_repr
 from loopdropout_trainer.settings.field_hints import HOW_TO_COMPARE, WITHOUT_VALUE, WORDS_FOR_NULL
-from loopdropout_trainer.settings.fields import check_choice, check_value, items_of, single_types
+from loopdropout_trainer.settings.fields import check_choice, check_value, choices_of, items_of, single_types
 from loopdropout_trainer.settings.read_yaml import read_yaml
 
 
@@ -32,7 +31,7 @@ def read_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
     """Return a value as a field takes it. Raise UserError unless it has the field's type, choices and bounds."""
     _check_null(field.name, value, hint)
     fitted = _fit(value, hint)
-    check_choice(field.name, fitted, _find_choices(field, hint))
+    check_choice(field.name, fitted, choices_of(field, single_types(hint)))
     if isinstance(fitted, list):
         _check_single(field.name, fitted, hint)
     kinds = field.metadata.get("kinds") or describe_accepted(hint)
@@ -95,18 +94,6 @@ def _item_type(types: Collection[Any]) -> Any:
         if get_origin(kind) is list:
             return get_args(kind)[0]
     return None
-
-
-def _find_choices(field: dataclasses.Field, hint: Any) -> Collection[Any]:
-    """Return the choices of a field, or the values of the enumerations that are its type."""
-    choices = field.metadata.get("choices")
-    if choices:
-        return choices
-    values = []
-    for kind in single_types(hint):
-        if isinstance(kind, type) and issubclass(kind, Enum):
-            values += [member.value for member in kind]
-    return values
 
 
 def option_value(name: str, words: Sequence[str], hint: Any, first_words: str) -> Any:

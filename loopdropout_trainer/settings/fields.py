@@ -152,11 +152,11 @@ def check_fields(instance: Any, names: Collection[str] | None = None) -> None:
             raise UserError(f"`{own.name}` must be {describe_type(hints[own.name])}, got {short_repr(value)}.")
         if types == {bool} and isinstance(value, str):  # "false" would count as true
             raise UserError(f"`{own.name}` must be true or false, got {short_repr(value)}.")
-        check_choice(own.name, value, _choices_of(own, types))
+        check_choice(own.name, value, choices_of(own, types))
         check_value(own, value, hints[own.name])
 
 
-def _choices_of(own: Field, types: Collection[Any]) -> list[str]:
+def choices_of(own: Field, types: Collection[Any]) -> list[str]:
     """Return the words that a field accepts: those of `option` or of the library's metadata, or those of its enumeration.
 
     A library raises an error about a wrong word of an enumeration without the name of the field, or ignores other words.
