@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, check_type, short_repr
 
 
 OPTION_TYPES = {
-    "minus": (dict, "a mapping, such as {method: LoRA}"),
-    "part": (str, "a text, such as gain_both_answered"),
-    "of": (str, "a cost, such as train_seconds"),
-    "recipe": (str, "the name of a recipe"),
+    "minus": (dict | None, "a mapping, such as {method: LoRA}"),
+    "part": (str | None, "a text, such as gain_both_answered"),
+    "of": (str | None, "a cost, such as train_seconds"),
+    "recipe": (str | None, "the name of a recipe"),
     "decimals": (int, "a whole number"),
-    "scale": ((int, float), "a number"),
+    "scale": (int | float, "a number"),
 }
-"""Types of the options of a cell, and their descriptions. All but the last two can be missing."""
+"""Types of the options of a cell, and their descriptions."""
 
 PARTS = ("gain", "gain_both_answered", "gain_missing_in_either")
 """Values of the option `part`, which `answer_decomposition` returns."""
@@ -24,12 +24,10 @@ PARTS = ("gain", "gain_both_answered", "gain_missing_in_either")
 def check_options(options: dict[str, Any]) -> None:
     """Raise UserError for an option of a cell that is not of its type, or a `part` that is not one of `PARTS`."""
     for name, value in options.items():
-        wanted_type, description = OPTION_TYPES[name]
-        is_missing = value is None and name not in ("decimals", "scale")
-        is_negative = name == "decimals" and isinstance(value, int) and value < 0
-        if is_missing or isinstance(value, wanted_type) and not isinstance(value, bool) and not is_negative:
-            continue
-        raise UserError(f"`{name}` of a cell must be {description}, got {short_repr(value)}.")
+        hint, description = OPTION_TYPES[name]
+        check_type(f"`{name}` of a cell", value, hint, description)
+    if options["decimals"] < 0:
+        raise UserError(f"`decimals` of a cell must be a whole number, got {options['decimals']}.")
     part = options["part"]
     if part is not None and part not in PARTS:
         raise UserError(f"`part` of a cell must be one of {', '.join(PARTS)}, got {short_repr(part)}.")

@@ -1093,6 +1093,7 @@ def test_own_table_without_papers_numbers_has_plain_heads(finished_sweep, capsys
         ({"columns": {"a": {"colour": 1}}}, "The results have no column `colour`. The page docs/reports.md lists"),
         ({"filter": {"task": "b"}, "columns": {"a": {"recipe_p": 1}}}, "Missing"),
         ({"columns": {"a": {"decimals": "one"}}}, "`decimals` of a cell must be a whole number, got 'one'"),
+        ({"columns": {"a": {"decimals": -1}}}, "`decimals` of a cell must be a whole number, got -1"),
         ({"columns": {"a": {"scale": True}}}, "`scale` of a cell must be a number, got True"),
         ({"columns": {"a": {"minus": "LoRA"}}}, "`minus` of a cell must be a mapping, .* got 'LoRA'"),
         (
