@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import Field
 from functools import cache
 from typing import Any
 
@@ -20,12 +21,31 @@ PREFIX = "recipe_"
 
 
 @cache
+def _quick_fields() -> dict[str, Field]:
+    """Return the fields of `sft` that need no library of the trainings, by name."""
+    return find_fields((ModelArguments, AdapterArguments, SFTArguments, SFTDataArguments))[0]
+
+
+@cache
 def setting_names() -> list[str]:
     """Return the names of the fields of all trainings. It loads the libraries of the trainings, which takes seconds."""
     names: dict[str, None] = {}
     for command in TRAININGS:
         names.update(dict.fromkeys(find_command_fields(command)))
     return [*names]
+
+
+def is_setting_column(name: Any) -> bool:
+    """Return whether a name is the column of a setting, also of one that the results do not have."""
+    if not str(name).startswith(PREFIX):
+        return False
+    setting = name.removeprefix(PREFIX)
+    return setting in _quick_fields() or setting in setting_names()
+
+
+def hint_at_column(name: Any) -> str:
+    """Return the end of a message about an unknown column that is the name of a setting, or ""."""
+    return f" The setting has the column `{PREFIX}{name}`." if name in setting_names() else ""
 
 
 def read_column(results: pd.DataFrame, name: str) -> pd.Series:
@@ -62,9 +82,8 @@ def _take_single(value: Any) -> Any:
 @cache
 def _default_of(name: str, rule: str | None) -> Any:
     """Return the default of a setting, or None if there is none, or not the same for all trainings."""
-    quick = find_fields((ModelArguments, AdapterArguments, SFTArguments, SFTDataArguments))[0]
-    if name in quick:  # the others need the libraries of the trainings
-        return _as_text(find_default(quick, name))
+    if name in _quick_fields():
+        return _as_text(find_default(_quick_fields(), name))
     defaults = []
     for command in TRAININGS:
         fields = find_command_fields(command)

@@ -13,7 +13,14 @@ from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.reports.cell_options import check_cell, check_options
 from loopdropout_trainer.reports.frames import average, has_method, select
-from loopdropout_trainer.reports.recipe_columns import PREFIX, describe_values, read_column, setting_names
+from loopdropout_trainer.reports.recipe_columns import (
+    PREFIX,
+    describe_values,
+    hint_at_column,
+    is_setting_column,
+    read_column,
+    setting_names,
+)
 from loopdropout_trainer.reports.recipe_texts import is_benchmark, show_setting
 from loopdropout_trainer.reports.tables import NUMBERS, compare, mean_numbers, mean_sd, paired_gains
 from loopdropout_trainer.results.run_files import is_of_base
@@ -67,14 +74,12 @@ def check_columns(results: pd.DataFrame, wanted: dict) -> None:
     for name in wanted:
         if name in known:
             continue
+        if is_setting_column(name):
+            continue
         if str(name).startswith(PREFIX):
             settings = [f"{PREFIX}{setting}" for setting in setting_names()]
-            if name in settings:
-                continue
             raise UserError(f"No training has the setting of the column `{name}`.{closest_match(name, settings)}")
-        hint = closest_match(name, [*known, *OPTIONS])
-        if not hint and name in setting_names():
-            hint = f" The setting has the column `{PREFIX}{name}`."
+        hint = closest_match(name, [*known, *OPTIONS]) or hint_at_column(name)
         hint = hint or " The page docs/reports.md lists the columns."
         raise UserError(f"The results have no column `{name}`.{hint}")
 
@@ -196,11 +201,8 @@ def show_column(rows: pd.DataFrame, name: str) -> str:
     Raises:
         UserError: if results have no such column.
     """
-    is_setting = str(name).startswith(PREFIX) and str(name).removeprefix(PREFIX) in setting_names()
-    if name not in rows and not is_setting:
-        hint = closest_match(str(name), ["mean", "seeds", *rows.columns])
-        if not hint and name in setting_names():
-            hint = f" The setting has the column `{PREFIX}{name}`."
+    if name not in rows and not is_setting_column(name):
+        hint = closest_match(str(name), ["mean", "seeds", *rows.columns]) or hint_at_column(name)
         raise UserError(f"`show` must be mean, seeds or a column of the results, got {name}.{hint}")
     texts = []
     for value in read_column(rows, name).dropna().unique():
