@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from loopdropout_trainer.files import recipes_folder
+from loopdropout_trainer.settings.fields import default_of
 
 
 TRAININGS = ("sft", "dpo", "grpo")
@@ -48,10 +49,7 @@ def find_default(fields: Mapping[str, dataclasses.Field], name: str, rule: str |
         return _find_own_p(fields["rule"].default if rule is None else rule)
     if name in CHOSEN_DEFAULTS:
         return CHOSEN_DEFAULTS[name]
-    own = fields[name]
-    if own.default_factory is not dataclasses.MISSING:
-        return own.default_factory()
-    return None if own.default is dataclasses.MISSING else own.default
+    return default_of(fields[name])
 
 
 def _find_own_p(rule: str) -> float | None:
@@ -59,4 +57,4 @@ def _find_own_p(rule: str) -> float | None:
     from loopdropout_trainer.gates import RULES
 
     own = RULES[rule].__dataclass_fields__ if rule in RULES else {}
-    return own["p"].default if "p" in own else None
+    return default_of(own["p"]) if "p" in own else None

@@ -70,6 +70,13 @@ def metadata_of(own: Field) -> Mapping[str, Any]:
     return LIBRARY_FIELDS.get(own.name, {})
 
 
+def default_of(own: Field) -> Any:
+    """Return the default of a field, or None if the field must be set."""
+    if own.default_factory is not MISSING:
+        return own.default_factory()
+    return None if own.default is MISSING else own.default
+
+
 def single_types(hint: Any) -> set[Any]:
     """Return the types of a type hint without unions: `{list[int], str, None}` for `list[int] | str | None`."""
     if get_origin(hint) in (Union, UnionType):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loopdropout_trainer.bounds import Bounds
-from loopdropout_trainer.settings.fields import metadata_of
+from loopdropout_trainer.settings.fields import default_of, metadata_of
 
 
 GROUPS = ("Model", "Data", "Method", "Adapter", "Training")
@@ -67,7 +67,7 @@ def describe(field: dataclasses.Field) -> str | None:
     if metadata["bounds"] != Bounds():
         bounds = str(metadata["bounds"])
         parts.append(f"{bounds[0].upper()}{bounds[1:]}.")
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if default not in (None, [], "", dataclasses.MISSING):
+    default = default_of(field)
+    if default not in (None, [], ""):
         parts.append(f"(default: {default})")
     return " ".join(parts)
