@@ -252,6 +252,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
+def _list_turns(turns: Any) -> list[dict[str, Any]]:
+    """Return the turns of a conversation, without what is no turn, and none of a value that is no conversation."""
+    if not isinstance(turns, list):
+        return []
+    return [turn for turn in turns if isinstance(turn, dict)]
+
+
 def check_roles(turns: Any, chat_template: Any) -> None:
     """Raise UserError if a turn of a conversation has a role that no chat template knows, which is a mistake.
 
@@ -262,11 +269,9 @@ def check_roles(turns: Any, chat_template: Any) -> None:
         turns: Conversation with TRL's keys, or another value, which has no roles.
         chat_template: Text of the chat template of the training, a mapping of several ones, or None.
     """
-    if not isinstance(turns, list):
-        return
-    for turn in turns:
-        if not isinstance(turn, dict) or "role" not in turn:
-            continue  # which `has_text` explains
+    for turn in _list_turns(turns):
+        if "role" not in turn:
+            continue  # which `check_turns` explains
         role = turn["role"]
         if role in USUAL_ROLES or str(role) in re.findall(r"\w+", str(chat_template)):
             continue
@@ -292,11 +297,7 @@ def check_contents(turns: Any, chat_template: Any) -> None:
         turns: Conversation with TRL's keys, or another value, which has no contents.
         chat_template: Text of the chat template of the training, a mapping of several ones, or None.
     """
-    if not isinstance(turns, list):
-        return
-    for turn in turns:
-        if not isinstance(turn, dict):
-            continue
+    for turn in _list_turns(turns):
         if "role" in turn:  # else `check_turns` explains it
             _check_keys(turn, chat_template)
         has_parts = isinstance(turn.get("content"), list | dict)
@@ -342,10 +343,8 @@ def check_filled(turns: Any, chat_template: Any) -> None:
         turns: Conversation with TRL's keys, or another value, which has no turns.
         chat_template: Text of the chat template of the training, a mapping of several ones, or None.
     """
-    if not isinstance(turns, list):
-        return
-    for turn in turns:
-        if not isinstance(turn, dict) or "role" not in turn:
+    for turn in _list_turns(turns):
+        if "role" not in turn:
             continue  # which `check_turns` explains
         if turn.get("content") is None and not _replaces_content(turn, chat_template):
             raise UserError(f"{_wrong_turn(turn)} Write its text, or remove the conversation.")
