@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loopdropout_trainer.blocks import OpenBlocks
 from loopdropout_trainer.errors import UserError, count_rows, short_repr
 from loopdropout_trainer.reruns import Reruns, is_checkpointed
 
@@ -228,6 +229,7 @@ class GateState:
             `loop_dropout` for one pass.
         running: Running loop, with the gates of its pass. The recurrent layers set it inside their checkpointed `forward`, so
             that recomputation in the backward pass sets the right loop again, although loops run backwards there.
+        blocks: Blocks of `use_gates` and `use_depth` that run.
         dropout: The handle of `loop_dropout`, which draws gates in each forward pass, or None.
         reruns: Passes that a checkpoint around the whole model runs again, and the error if their gates may be others.
         is_read: Whether gated layers read the gates. False once they are removed.
@@ -247,7 +249,8 @@ class GateState:
     dropout: Any = None
 
     def __init__(self) -> None:
-        self.reruns = Reruns()
+        self.blocks = OpenBlocks()
+        self.reruns = Reruns(self.blocks)
         self.reset()
 
     def __repr__(self) -> str:
@@ -393,12 +396,9 @@ class GateState:
 @contextmanager
 def applied_gates(state: GateState, gates: Tensor | None, token_examples: Tensor | None = None) -> Iterator[None]:
     """Apply gates inside the block and restore the former gates after it."""
-    before = state.batch, state.running
-    state.set(GatedBatch(gates, token_examples))
-    try:
+    batch = GatedBatch(gates, token_examples)
+    with state.blocks.setting(state, batch=batch, running=batch.loop(0)):
         yield
-    finally:
-        state.batch, state.running = before
 
 
 def example_starts(position_ids: Tensor) -> Tensor:

@@ -265,20 +265,22 @@ def check_num_layers(config: Any, num_layers: int | None) -> None:
 
 @contextmanager
 def use_depth(model: nn.Module, num_loops: int | None) -> Iterator[None]:
-    """Run a model at another recurrence depth inside the block. Use a model in one thread at a time.
+    """Run a model at another recurrence depth inside the block.
+
+    Use a model in one thread at a time, and end blocks in the reverse order of their beginnings, also those of `use_gates`.
 
     Args:
         model: Looped model, with or without wrappers.
         num_loops: Recurrence depth. None: the model's own depth.
+
+    Raises:
+        UserError: If the depth is not supported, and at the end of a block inside of which a later one still runs.
     """
     looped = attach_looped_model(model)
-    own_depth = looped.num_loops
-    if num_loops is not None:
-        looped.num_loops = num_loops
-    try:
+    if num_loops is None:
+        num_loops = looped.num_loops
+    with looped.gate_state.blocks.setting(looped, num_loops=num_loops):
         yield
-    finally:
-        looped.num_loops = own_depth
 
 
 set_depth = renamed_function("set_depth", use_depth)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils import checkpoint
 
+from loopdropout_trainer.blocks import OpenBlocks
 from loopdropout_trainer.errors import UserError
 
 
@@ -36,7 +37,8 @@ class Reruns:
         is_missed: Whether a block ended before such a pass ran again, and no error has said so yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: OpenBlocks) -> None:
+        self._blocks = blocks
         self.due: int | None = None
         self.due_outside = 0
         self.is_missed = False
@@ -48,15 +50,13 @@ class Reruns:
         Args:
             has_gradient: Whether gradients are enabled. Without them, no pass of the block runs again.
         """
-        before = self.due, self.due_outside
-        self.due_outside += self.due or 0
-        self.due = 0 if has_gradient else None
-        try:
-            yield
-        finally:
-            if self.due:
-                self.is_missed = True
-            self.due, self.due_outside = before
+        due_outside = self.due_outside + (self.due or 0)
+        with self._blocks.setting(self, due=0 if has_gradient else None, due_outside=due_outside):
+            try:
+                yield
+            finally:
+                if self.due:
+                    self.is_missed = True
 
     def begin_pass(self, has_gates: bool) -> None:
         """Count a pass that begins under gates or unit gates.

@@ -447,7 +447,7 @@ def use_gates(
     they apply to the adapter that it trains only. The backward pass may run after the block, also if the layers are
     checkpointed. If the whole model is, it raises an error, because it would run again without the gates. After the block, the
     former gates apply again. Layers that it gated stay gated, unless it runs under `torch.no_grad`. Use a model in one thread
-    at a time, and end blocks in the reverse order of their beginnings, also those of generators.
+    at a time, and end blocks in the reverse order of their beginnings, also those of generators and of `use_depth`.
 
     Args:
         model: PEFT model over a looped model.
@@ -457,7 +457,8 @@ def use_gates(
 
     Raises:
         NotLoopedError: If the model is not looped.
-        UserError: If the adapter cannot be gated or is merged, or if the gates have a wrong shape.
+        UserError: If the adapter cannot be gated or is merged, or if the gates have a wrong shape, and at the end of a block
+            inside of which a later one still runs.
     """
     looped = attach_looped_model(model)
     if gates is None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.errors import user_error
 from helpers.tiny import randomise, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from helpers.trainers import Recorder
-from loopdropout_trainer import default_peft_config, use_gates
+from loopdropout_trainer import default_peft_config, use_depth, use_gates
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import adapted_layers, add_gates, check_peft_config, gated_layers, remove_gates
@@ -67,6 +67,34 @@ def test_use_gates_restores_state():
     assert state.gates is None and gated_layers(model)
     remove_gates(model)
     assert not gated_layers(model)
+
+
+def test_blocks_in_another_order_restore_the_state():
+    """As of two generators that run in turns. Without the error, the gates of the first block would stay."""
+    model = adapted()
+    state = add_gates(model)
+    for begin, value in (
+        (lambda number: use_gates(model, torch.full((4,), float(number))), lambda: state.gates),
+        (lambda number: use_depth(model, 4 + number), lambda: model.config.num_loops),
+    ):
+        before = value()
+        blocks = [begin(number) for number in (2, 3, 4)]
+        for block in blocks:
+            block.__enter__()
+        last = value()
+        for block in blocks[:2]:
+            with user_error("reverse order of their beginnings"):
+                block.__exit__(None, None, None)
+            assert value() is last  # of the block that still runs
+        blocks[2].__exit__(None, None, None)
+        assert value() is before
+    gates, depth = use_gates(model, torch.zeros(4)), use_depth(model, 2)
+    gates.__enter__()
+    depth.__enter__()
+    assert not gates.__exit__(KeyError, KeyError(), None)  # so the error of the block itself is raised
+    assert state.gates is None and model.config.num_loops == 2
+    depth.__exit__(None, None, None)
+    assert model.config.num_loops == 4 and state.reruns.due is None
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -19,8 +19,8 @@ PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
 arithmetic bounds memory renames terminal
 errors
-files gates limits reruns rewards
-hub
+blocks files gates limits rewards
+hub reruns
 gate_state tokenizers
 looped means
 lora models settings
@@ -37,8 +37,9 @@ sweeps
 BASE = {"errors", "renames"}
 MEETING = {*BASE, "gate_state", "looped"}
 APART = {
-    "reruns": BASE,
-    "gate_state": {*BASE, "reruns"},
+    "blocks": BASE,
+    "reruns": {*BASE, "blocks"},
+    "gate_state": {*BASE, "blocks", "reruns"},
     "looped": MEETING,
     "gates": BASE,
     "lora": {*MEETING, "bounds"},

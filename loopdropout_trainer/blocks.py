@@ -1,0 +1,76 @@
+"""Blocks such as `with use_gates(...)`, which set values of a model, and end in the reverse order of their beginnings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from loopdropout_trainer.errors import UserError
+
+
+@dataclass(eq=False)
+class _Block:
+    """A block that runs: the object whose attributes it has set, and their values before it."""
+
+    owner: Any
+    before: dict[str, Any]
+
+
+class OpenBlocks:
+    """The blocks of one model that run, in the order of their beginnings.
+
+    A block restores at its end the values from before its beginning. Generators that run in turns can end blocks in another
+    order, in which the values of a block that has ended would stay:
+
+        begins   a    b    ends   a    b                                  (the values inside of the blocks are a and b)
+        value    a    b           0    a                                  without this class: a stays
+        value    a    b           b    0                                  with it, after an error at the end of a
+
+    So a block that ends before a later one hands the values from before it to the later one. Then it raises an error, because
+    the passes of one of the two blocks may have had the values of the other.
+    """
+
+    def __init__(self) -> None:
+        self._running: list[_Block] = []
+
+    @contextmanager
+    def setting(self, owner: Any, **values: Any) -> Iterator[None]:
+        """Set attributes of an object inside the block.
+
+        Args:
+            owner: Object of the model.
+            **values: Values by the names of the attributes, which no other object of the model has.
+
+        Raises:
+            UserError: At the end of the block, if a later one still runs.
+        """
+        block = _Block(owner, {name: getattr(owner, name) for name in values})
+        for name, value in values.items():
+            setattr(owner, name, value)
+        self._running.append(block)
+        try:
+            yield
+        except BaseException:
+            self._end(block)
+            raise
+        if not self._end(block):
+            raise UserError(
+                "Blocks of `use_gates` and `use_depth` on one model must end in the reverse order of their beginnings, but "
+                "one has ended before a later one. Results since the later one began may have other gates or another depth, "
+                "so compute them again with one block at a time."
+            )
+
+    def _end(self, block: _Block) -> bool:
+        """Restore the values from before a block, and return whether it is the last one that runs."""
+        place = self._running.index(block)
+        later_blocks = self._running[place + 1 :]
+        del self._running[place]
+        for name, value in block.before.items():
+            heirs = [later for later in later_blocks if name in later.before]
+            if heirs:
+                heirs[0].before[name] = value
+            else:
+                setattr(block.owner, name, value)
+        return not later_blocks
