@@ -49,6 +49,14 @@ _repr.maxstring = _repr.maxother = 80
 _repr.maxdict = _repr.maxlist = 6
 
 
+_ALMOST_SAME = 0.85
+"""Least similarity of a mistyped name to the choice that it means, whatever the other choices are."""
+
+_LEAST_BEGINNING = 4
+_SIMILAR_BEGINNING = 0.8
+"""Least length of a mistyped name that is compared with the beginnings of longer names, and their least similarity."""
+
+
 class UserError(ValueError):
     """A value or file that the user can fix, described in one sentence.
 
@@ -116,8 +124,8 @@ def find_unusable(text: str) -> str | None:
 def closest_match(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the end of a message about an unknown name: `" Did you mean 'x'?"`, or `""` if nothing is close.
 
-    A name that only lacks a further word, such as `x` of `x_test`, means the only choice that has one. Upper and lower case
-    count as the same.
+    A name that only lacks a further word, such as `x` of `x_test`, means the only choice that has one. A choice that begins
+    like the name comes before one that only has its letters elsewhere. Upper and lower case count as the same.
 
     Args:
         name: Unknown name.
@@ -133,8 +141,26 @@ def closest_match(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str
     in_lower_case = {}
     for choice in choices:
         in_lower_case.setdefault(str(choice).lower(), choice)
-    matches = difflib.get_close_matches(str(name).lower(), in_lower_case, n=1, cutoff=cutoff)
-    return f" Did you mean {in_lower_case[matches[0]]!r}?" if matches else ""
+    written = str(name).lower()
+    matches = difflib.get_close_matches(written, in_lower_case, n=1, cutoff=cutoff)
+    if not matches:
+        return ""
+    closest = matches[0]
+    if difflib.SequenceMatcher(None, closest, written).ratio() < _ALMOST_SAME:
+        closest = _find_same_beginning(written, in_lower_case) or closest
+    return f" Did you mean {in_lower_case[closest]!r}?"
+
+
+def _find_same_beginning(name: str, choices: Iterable[str]) -> str | None:
+    """Return the first choice that begins almost as the whole name does, such as `adamw_torch` for `adamww`, or None."""
+    if len(name) < _LEAST_BEGINNING:
+        return None
+    for choice in choices:
+        beginning = choice[: len(name)]
+        similarity = difflib.SequenceMatcher(None, beginning, name).ratio()
+        if choice[:1] == name[:1] and similarity >= _SIMILAR_BEGINNING:
+            return choice
+    return None
 
 
 def find_mistyped(name: str, known: Iterable[str]) -> str | None:

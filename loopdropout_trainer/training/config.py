@@ -20,7 +20,8 @@ from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
 from loopdropout_trainer.gates.rule import fields_of
 from loopdropout_trainer.settings.field_hints import attribute_hint, python_field_hint
 from loopdropout_trainer.settings.fields import check_fields, check_mappings, option
-from loopdropout_trainer.training.evaluation_fields import check_best_checkpoint, warn_of_unused_steps, word_of
+from loopdropout_trainer.training.evaluation_fields import check_best_checkpoint, word_of
+from loopdropout_trainer.training.field_warnings import warn_of_fields
 
 
 if TYPE_CHECKING:
@@ -141,8 +142,7 @@ class GateConfig:
                 setattr(self, new, getattr(self, old))
         super().__post_init__()
         check_mappings(self, ["model_init_kwargs", "dataset_kwargs"])
-        if self.process_index == 0:
-            warn_of_unused_steps(self, self.given_names)
+        warn_of_fields(self, self.given_names)
         self._made = {own.name: getattr(self, own.name) for own in dataclasses.fields(self)}
 
     def __setattr__(self, name: str, value: Any) -> None:

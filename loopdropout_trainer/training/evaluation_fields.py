@@ -3,51 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, closest_match
 
 
-logger = logging.get_logger(__name__)
+_OF_EACH_DATASET = ("loss", "runtime", "samples_per_second", "steps_per_second")
+"""Metrics of an evaluation whose names begin with the dataset's if there are several held-out datasets."""
+
+_METRICS = {
+    "sft": ("mean_token_accuracy", "entropy", "num_tokens"),
+    "dpo": (
+        "rewards/accuracies",
+        "rewards/margins",
+        "rewards/chosen",
+        "rewards/rejected",
+        "logps/chosen",
+        "logps/rejected",
+        "logits/chosen",
+        "logits/rejected",
+        "mean_token_accuracy",
+        "entropy",
+        "num_tokens",
+    ),
+    "grpo": ("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "num_tokens"),
+}
+"""Further metrics of TRL's evaluations, by the command that trains. GRPO adds groups, such as rewards/NAME/mean."""
 
 
 def word_of(choice: Any) -> Any:
     """Return the word of a choice of transformers, such as "epoch" for `IntervalStrategy.EPOCH`."""
     return getattr(choice, "value", choice)
-
-
-def warn_of_unused_steps(args: TrainingArguments, given_names: Collection[str]) -> None:
-    """Warn if `eval_steps` or `save_steps` is set, but the training is not evaluated or saved by its steps.
-
-    Args:
-        args: Settings of the training.
-        given_names: Names of the fields that the user has set. `save_steps` has a default.
-    """
-    strategy = word_of(args.eval_strategy)
-    if args.eval_steps is not None and strategy != "steps":
-        logger.warning_once(
-            f"`eval_steps` has no effect, because `eval_strategy` is {strategy}. Set it to steps to evaluate every "
-            f"{args.eval_steps:g} steps."
-        )
-    saving = word_of(args.save_strategy)
-    if "save_steps" in given_names and saving != "steps":
-        logger.warning_once(
-            f"`save_steps` has no effect, because `save_strategy` is {saving}.{_explain_saving(args, given_names)}"
-        )
-
-
-def _explain_saving(args: TrainingArguments, given_names: Collection[str]) -> str:
-    """Return the sentence on why checkpoints are saved at evaluations, or "" if the user has set `save_strategy`."""
-    if "save_strategy" in given_names:
-        return ""
-    reason = "load_best_model_at_end"
-    if args.early_stopping_patience is not None:
-        reason = "early_stopping_patience"
-    return f" `{reason}` keeps the best checkpoint, and so each evaluation saves one."
 
 
 def check_best_checkpoint(args: TrainingArguments) -> None:
@@ -93,6 +82,38 @@ def _check_saving_best(args: TrainingArguments) -> None:
         )
     if word_of(args.eval_strategy) == "no":
         raise UserError("`eval_strategy` must be steps or epoch if `save_strategy` is best, got no.")
+
+
+def list_metrics(command: str, datasets: Iterable[str] = ()) -> list[str]:
+    """Return the names of the metrics of an evaluation, without `eval_` and without the groups of GRPO.
+
+    Args:
+        command: Command that trains: sft, dpo or grpo.
+        datasets: Names of the held-out datasets if there are several.
+    """
+    names = [f"{dataset}_{own}" for dataset in datasets for own in _OF_EACH_DATASET]
+    if not names:
+        names = list(_OF_EACH_DATASET)
+    return [*names, *_METRICS[command]]
+
+
+def check_best_metric(args: Any, datasets: Iterable[str] = ()) -> None:
+    """Raise UserError if no evaluation of a training has `metric_for_best_model`. Else its first evaluation would stop it.
+
+    Args:
+        args: Settings of the training, a `GateConfig`.
+        datasets: Names of the held-out datasets if there are several.
+    """
+    metric = args.metric_for_best_model
+    if metric is None or word_of(args.eval_strategy) == "no":
+        return
+    name = metric.removeprefix("eval_")
+    if args.command == "grpo" and "/" in name:  # of a group, whose names depend on the rewards and the loss
+        return
+    names = list_metrics(args.command, datasets)
+    if name not in names:
+        hint = closest_match(name, names)
+        raise UserError(f"`metric_for_best_model` must be one of {', '.join(names)}, got {metric!r}.{hint}")
 
 
 def _is_multiple(save_steps: float, eval_steps: float) -> bool:

@@ -12,7 +12,7 @@ from transformers.utils import is_liger_kernel_available
 
 from loopdropout_trainer.errors import UserError, first_line, short_repr
 from loopdropout_trainer.training.distributed import check_parallelism
-from loopdropout_trainer.training.evaluation_fields import word_of
+from loopdropout_trainer.training.evaluation_fields import check_best_metric, word_of
 from loopdropout_trainer.training.rule_checks import check_draws
 
 
@@ -32,6 +32,7 @@ def check_settings(args: GateConfig, rule: GateRule, runs_several_draws: bool) -
     check_draws(args, rule, runs_several_draws)
     check_parallelism(args)
     check_kernels(args)
+    check_best_metric(args)
     _check_optimizer(args)
     _check_schedule(args)
 

@@ -41,6 +41,7 @@ from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
 from loopdropout_trainer.training.start import describe_what_trains, find_start, log_start
 from loopdropout_trainer.training.stopping import (
     TrainingInterrupted,
+    check_metric,
     closing_bars,
     ended_early,
     explain_metrics,
@@ -183,6 +184,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         data must be the data of the checkpoint.
         """
         self.check_surroundings()
+        check_metric(self)
         num_loops = self.num_loops
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         self.forget_drawn_gates()  # GRPO generates before its first loss

@@ -27,6 +27,7 @@ from loopdropout_trainer.saving.checkpoints import (
     name_metric,
     newest_checkpoint,
 )
+from loopdropout_trainer.training.evaluation_fields import check_best_metric
 
 
 logger = logging.get_logger(__name__)
@@ -220,6 +221,22 @@ def warn_of_unsaved_best(args: TrainingArguments, state: TrainerState) -> None:
         logger.warning(
             f"{unsaved}, because checkpoints are saved at other steps. Evaluate and save at the same steps."
         )
+
+
+_LIBRARIES = ("loopdropout_trainer", "transformers", "trl")
+
+
+def check_metric(trainer: Trainer) -> None:
+    """Raise UserError if no evaluation of a trainer will have `metric_for_best_model`, as far as it is known before.
+
+    Metrics of your own come from `compute_metrics`, and can come from classes of your own: a trainer, or a callback.
+    """
+    classes = [type(trainer), *map(type, trainer.callback_handler.callbacks)]
+    has_own_class = any(cls.__module__.split(".")[0] not in _LIBRARIES for cls in classes)
+    if trainer.compute_metrics is not None or has_own_class:  # then `explain_metrics` names what is missing
+        return
+    held_out = trainer.eval_dataset
+    check_best_metric(trainer.args, held_out if isinstance(held_out, dict) else ())
 
 
 @contextmanager

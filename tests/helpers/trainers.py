@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from helpers.tiny import trained_parameters
 from loopdropout_trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer.training.evaluation_fields import list_metrics
 
 
 SHORT_RUN = {
@@ -53,6 +54,15 @@ def example_nll(logits, labels):
 def logged(trainer, name):
     """All values that a trainer has logged under a name."""
     return [log[name] for log in trainer.state.log_history if name in log]
+
+
+def unlisted_metrics(trainer):
+    """Names of metrics that an evaluation has logged and `list_metrics` lacks, except the groups of GRPO."""
+    names = {
+        name.removeprefix("eval_") for log in trainer.state.log_history for name in log if name.startswith("eval_")
+    }
+    listed = {*list_metrics(trainer.args.command), "model_preparation_time"}  # only before a training
+    return {name for name in names - listed if trainer.args.command != "grpo" or "/" not in name}
 
 
 def assert_same_weights(one, other, **close):

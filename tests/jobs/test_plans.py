@@ -65,6 +65,7 @@ def chat(*roles, key="content"):
 
 
 PLATEAU = "--lr_scheduler_type reduce_lr_on_plateau --eval_strategy epoch --num_eval_examples 2"
+BEST = "--load_best_model_at_end true --eval_strategy epoch --num_eval_examples 2"
 PAIRS = [{"prompt": f"{number} =", "completion": f" {number}"} for number in range(20)]
 
 
@@ -75,6 +76,7 @@ PAIRS = [{"prompt": f"{number} =", "completion": f" {number}"} for number in ran
     ([{"prompt": "1", "completion": ""}], "", "^The data of rows.jsonl must have an example with text in completion"),
     (PAIRS, "--num_eval_examples 20", "`num_eval_examples` must be at most 19"),
     (PAIRS, "--eval_strategy epoch", "`num_eval_examples` must be at least 1, or `eval_files` must be set"),
+    (PAIRS, f"{BEST} --metric_for_best_model accuracy", "`metric_for_best_model` must be one of loss, .*got 'accuracy'"),
     (PAIRS, "--assistant_only_loss true", "`assistant_only_loss` must be false .* `prompt` in the training data"),
     ([chat("user", "assistant")] * 2, "--assistant_only_loss true --chat_template own.jinja", "must write each answer with"),
     (PAIRS, "--max_length 2", "`max_length` must be at least "),

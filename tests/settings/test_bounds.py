@@ -7,6 +7,7 @@ script or a new field is tested, too.
 import contextlib
 import dataclasses
 import io
+import logging
 import math
 import re
 from typing import get_args, get_type_hints
@@ -186,6 +187,19 @@ def test_depths_of_all_commands_have_the_same_bounds(command):
 def test_numbers_with_a_meaning_of_their_own_are_accepted(config):
     args = config(max_steps=-1, max_grad_norm=math.inf, learning_rate=0, gate_seed=2**40)
     assert (args.max_steps, args.max_grad_norm, args.learning_rate) == (-1, math.inf, 0)
+
+
+def test_unusual_numbers_are_warned_of(config, log):
+    logging.Logger.warning_once.cache_clear()  # of another test
+    config(learning_rate=0.02, weight_decay=1, loraplus_lr_ratio=100)
+    assert log.messages == []
+    words = [*required_words("sft"), "--learning_rate=2", "--weight_decay=10", "--loraplus_lr_ratio=1000"]
+    parse(COMMANDS["sft"], words)
+    assert {*log.messages} == {
+        "`learning_rate` is 2, far above the usual values, 1e-5 to 1e-3 for LoRA.",
+        "`loraplus_lr_ratio` is 1000, far above the usual values, 4 to 16.",
+        "`weight_decay` is 10, far above the usual values, 0 to 0.1.",
+    }
 
 
 def test_library_fields_have_bounds_of_the_right_type():

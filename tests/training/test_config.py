@@ -111,6 +111,7 @@ def test_wrong_field_that_is_set_later_raises(config, name, value, message):
             {"eval_strategy": "step"},
             "`eval_strategy` must be one of no, steps, epoch, got 'step'. Did you mean 'steps'",
         ),
+        ({"optim": "adamww"}, "`optim` must be .* Did you mean 'adamw_torch'"),
         ({"optim": "adafactr"}, "`optim` must be one of adamw_torch, .* got 'adafactr'. Did you mean 'adafactor'"),
         ({"train_sampling_strategy": "x"}, "`train_sampling_strategy` must be one of random, sequential, .* got 'x'"),
         (

@@ -13,7 +13,7 @@ from trl import DPOTrainer
 
 from helpers.errors import user_error
 from helpers.tiny import DORY, TINY, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
-from helpers.trainers import Recording, assert_same_weights, logged
+from helpers.trainers import Recording, assert_same_weights, logged, unlisted_metrics
 from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, default_peft_config, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout, make_rule
 from loopdropout_trainer.lora import add_gates
@@ -103,6 +103,7 @@ def test_unit_gates_train_as_trl(make, fields):
     theirs.train()
     assert_same_weights(ours, theirs)
     assert logged(ours, "eval_loss") == logged(theirs, "eval_loss")
+    assert unlisted_metrics(ours) == set()
 
 
 def test_split_into_micro_batches_keeps_weights(make):

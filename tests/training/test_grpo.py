@@ -9,7 +9,7 @@ from trl import GRPOTrainer
 
 from helpers.errors import user_error
 from helpers.tiny import DORY, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
-from helpers.trainers import Recording, assert_same_weights, logged
+from helpers.trainers import Recording, assert_same_weights, logged, unlisted_metrics
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, default_peft_config, use_gates
 from loopdropout_trainer.costs.trainings import count_steps
 from loopdropout_trainer.gates import Draw, LoopDropout
@@ -169,6 +169,7 @@ def test_generation_after_drawn_gates_is_at_unit_gates(make, cls):
         assert trainer.gates_of_generation == [None]
     else:
         trainer.evaluate(PROMPTS.select(range(2)))
+        assert unlisted_metrics(trainer) == set()
     assert not trainer.gate_state.batch.is_set
 
 

@@ -286,7 +286,15 @@ def test_best_checkpoint_needs_evaluations_in_our_words(config):
 def test_unmeasured_metric_is_explained(make_trainer):
     fields = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     with user_error("`metric_for_best_model` must be one of loss, .*mean_token_accuracy, .*got 'accuracy'."):
-        make_trainer(metric_for_best_model="accuracy", **fields).train()
+        make_trainer(metric_for_best_model="accuracy", **fields).train()  # a class of the user's can add metrics
+    trainer = make_trainer(cls=LoopDropoutSFTTrainer, metric_for_best_model="mean_token_acuracy", **fields)
+    with user_error("`metric_for_best_model` must be one of loss, .*Did you mean 'mean_token_accuracy'"):
+        trainer.train()
+    trainer.args.metric_for_best_model = "loss"
+    trainer.eval_dataset = {"short": trainer.eval_dataset, "long": trainer.eval_dataset}
+    with user_error("`metric_for_best_model` must be one of short_loss, .*long_loss, .*got 'loss'."):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_results_name_the_checkpoint_that_is_kept(make_trainer, log):

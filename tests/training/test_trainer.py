@@ -19,7 +19,7 @@ import loopdropout_trainer
 from helpers.errors import user_error
 from helpers.files import ROOT
 from helpers.tiny import tiny_ouro, trained_parameters, with_adapter
-from helpers.trainers import Recorder, assert_same_weights, logged
+from helpers.trainers import Recorder, assert_same_weights, logged, unlisted_metrics
 from loopdropout_trainer import (
     LoopDropoutSFTTrainer,
     LoRADropoutSFTTrainer,
@@ -87,6 +87,7 @@ def test_unit_gates_train_as_trl_and_peft(train, fields):
     for mine, other in zip(ours.state.log_history, theirs.state.log_history, strict=True):
         assert mine.get("loss") == other.get("loss")
         assert mine.get("eval_loss", 0) == pytest.approx(other.get("eval_loss", 0), rel=1e-6)
+    assert unlisted_metrics(ours) == set()
 
 
 def test_draws_depend_on_seed_step_and_row(train):

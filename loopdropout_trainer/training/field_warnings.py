@@ -1,0 +1,71 @@
+"""Warnings about fields of a training that are accepted, but have no effect or an unusual value."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from loopdropout_trainer.training.evaluation_fields import word_of
+
+
+logger = logging.get_logger(__name__)
+
+_USUAL_VALUES = {
+    "learning_rate": (0.02, "1e-5 to 1e-3 for LoRA"),
+    "weight_decay": (1, "0 to 0.1"),
+    "loraplus_lr_ratio": (100, "4 to 16"),
+}
+"""Largest value of a field without a warning, and its usual values. A larger one is almost surely a mistake, as 2 for 2e-4."""
+
+
+def warn_of_fields(args: TrainingArguments, given_names: Collection[str]) -> None:
+    """Warn of fields that have no effect or an unusual value, in the first process.
+
+    Args:
+        args: Settings of the training, a `GateConfig`.
+        given_names: Names of the fields that the user has set.
+    """
+    if args.process_index != 0:
+        return
+    _warn_of_unusual_values(args)
+    _warn_of_unused_steps(args, given_names)
+
+
+def _warn_of_unusual_values(args: Any) -> None:
+    for name, (largest, usual) in _USUAL_VALUES.items():
+        value = getattr(args, name)
+        if value is not None and value > largest:
+            logger.warning_once(f"`{name}` is {value:g}, far above the usual values, {usual}.")
+
+
+def _warn_of_unused_steps(args: TrainingArguments, given_names: Collection[str]) -> None:
+    """Warn if `eval_steps` or `save_steps` is set, but the training is not evaluated or saved by its steps.
+
+    Args:
+        args: Settings of the training.
+        given_names: Names of the fields that the user has set. `save_steps` has a default.
+    """
+    strategy = word_of(args.eval_strategy)
+    if args.eval_steps is not None and strategy != "steps":
+        logger.warning_once(
+            f"`eval_steps` has no effect, because `eval_strategy` is {strategy}. Set it to steps to evaluate every "
+            f"{args.eval_steps:g} steps."
+        )
+    saving = word_of(args.save_strategy)
+    if "save_steps" in given_names and saving != "steps":
+        logger.warning_once(
+            f"`save_steps` has no effect, because `save_strategy` is {saving}.{_explain_saving(args, given_names)}"
+        )
+
+
+def _explain_saving(args: TrainingArguments, given_names: Collection[str]) -> str:
+    """Return the sentence on why checkpoints are saved at evaluations, or "" if the user has set `save_strategy`."""
+    if "save_strategy" in given_names:
+        return ""
+    reason = "load_best_model_at_end"
+    if args.early_stopping_patience is not None:
+        reason = "early_stopping_patience"
+    return f" `{reason}` keeps the best checkpoint, and so each evaluation saves one."
