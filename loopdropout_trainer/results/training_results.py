@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,19 @@ UNITS = {
 """Units of the results of a training. The others are numbers."""
 
 
+OTHER_DEPTH = "_num_loops"
+"""End of the name of the depth in the logs of an evaluation at another depth than that of the training."""
+
+
+def at_trained_depth(history: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the logs of a training without those of evaluations at another depth, as in a block of `use_depth`."""
+    logs = []
+    for log in history:
+        if not any(name.endswith(OTHER_DEPTH) for name in log):
+            logs.append(log)
+    return logs
+
+
 def saved_step(trainer: Trainer) -> int:
     """Return the optimizer step of a trainer's weights, which is the best one after `load_best_model_at_end`."""
     state = trainer.state
@@ -45,7 +58,7 @@ def result_columns(trainer: Trainer, method: str) -> dict[str, Any]:
     """Return the columns that all results of a trainer's model share."""
     return {
         "method": method,
-        "num_loops": trainer.num_loops,
+        "num_loops": trainer.looped.trained_with["num_loops"],
         "seed": trainer.args.seed,
         "step": saved_step(trainer),
         "training": trainer.training_id,
@@ -93,7 +106,7 @@ def training_results(trainer: Trainer) -> list[dict[str, Any]]:
     """
     import torch
 
-    history, num_steps = trainer.state.log_history, trainer.state.global_step
+    history, num_steps = at_trained_depth(trainer.state.log_history), trainer.state.global_step
     newest_values = {}
     for log in history:
         newest_values |= log
@@ -196,7 +209,7 @@ def training_recipe(trainer: Trainer) -> dict[str, Any]:
     recipe = {
         "model_name_or_path": public_name(model.get_base_model().config.name_or_path),
         "model_revision": facts.get("base_revision"),
-        "num_loops": trainer.num_loops,
+        "num_loops": facts["num_loops"],
         "dtype": facts.get("dtype"),
         "adapter_name_or_path": None if facts.get("earlier_trainings") else facts.get("initial_adapter"),
         **describe_adapter(model),

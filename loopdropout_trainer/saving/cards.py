@@ -148,8 +148,10 @@ def _make_metadata(model: PeftModel, fields: CardFields, is_merged: bool) -> Mod
 def _describe_training(model: PeftModel, fields: CardFields, merged_scale: float | None) -> dict[str, Any]:
     """Return the known facts about an adapter and its training, by their names in the table of the card."""
     looped, settings = find_looped_model(model), _training_settings(model)
-    lora, num_loops = model.peft_config[model.active_adapters[0]], looped.num_loops
-    rule, depths = settings.get("rule"), settings.get("depths") or [num_loops]
+    lora, trained_loops = model.peft_config[model.active_adapters[0]], settings.get("num_loops", looped.num_loops)
+    # An adapter is loaded at its depth of training, and a merged model at the depth that its configuration has got now.
+    num_loops = trained_loops if merged_scale is None else looped.num_loops
+    rule, depths = settings.get("rule"), settings.get("depths") or [trained_loops]
     is_quantized = getattr(looped.config, "quantization_config", None) is not None
     is_dequantized = is_quantized and merged_scale is not None
     is_scaled = merged_scale not in (None, 1)
@@ -167,14 +169,14 @@ def _describe_training(model: PeftModel, fields: CardFields, merged_scale: float
         "Factor of the merged update": merged_scale if is_scaled else None,
         "Base weights in training": "4-bit, here dequantized" if is_dequantized else None,
         "Recurrence depth K": num_loops,
-        "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
+        "Depths in training": None if {*depths} == {num_loops} else " to ".join(map(str, dict.fromkeys(depths))),
         "Version of loopdropout-trainer": fields.program,
         "Training data": fields.data_description or public_names or settings.get("training_data"),
         "Training": f"stopped {settings['stopped']}" if settings.get("stopped") else None,
         "Kept weights": fields.kept_checkpoint,
         # A scaled update has another loss than the trained one.
-        "Held-out loss (nats per token)": None if is_scaled else _held_out_loss(fields.results, of_base=False),
-        "Held-out loss (nats per token), base model": _held_out_loss(fields.results, of_base=True),
+        "Held-out loss (nats per token)": None if is_scaled else _held_out_loss(fields.results, False, num_loops),
+        "Held-out loss (nats per token), base model": _held_out_loss(fields.results, True, num_loops),
     }
     return {name: value for name, value in facts.items() if value is not None}
 
@@ -268,15 +270,21 @@ def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
     return scores
 
 
-def _held_out_loss(results: Iterable[Mapping[str, Any]], of_base: bool) -> str | None:
-    """Return the loss of the held-out examples at the end with their number, of the adapter or of the base model."""
+def _held_out_loss(results: Iterable[Mapping[str, Any]], of_base: bool, num_loops: int) -> str | None:
+    """Return the loss of the held-out examples at the end with their number, of the adapter or of the base model.
+
+    A loss at another depth than `num_loops`, the one of the card, has its depth.
+    """
     losses = [row for row in results if row["metric"] == "eval_loss" and is_of_base(row) == of_base]
     if not losses:
         return None
-    text, size = f"{losses[-1]['value']:.4f}", losses[-1].get("n")
-    if size is None:  # of a stream, or a result of an earlier version
-        return text
-    return f"{text} ({count(size, 'example')})"
+    loss, remarks = losses[-1], []
+    if loss.get("n") is not None:  # else of a stream, or a result of an earlier version
+        remarks.append(count(loss["n"], "example"))
+    if loss.get("num_loops", num_loops) != num_loops:
+        remarks.append(f"at K = {loss['num_loops']}")
+    text = f"{loss['value']:.4f}"
+    return f"{text} ({', '.join(remarks)})" if remarks else text
 
 
 def name_repository(folder: str | Path, repo_id: str, revision: str | None = None) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -26,6 +27,7 @@ from loopdropout_trainer.lora import (
     physical_layers,
     trained_lora_parameters,
 )
+from loopdropout_trainer.results.training_results import OTHER_DEPTH
 from loopdropout_trainer.training.argument_checks import checking_metrics, is_callback
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import float32_adapter, may_skip_loops
@@ -183,10 +185,26 @@ class GatingMixin:
             raise UserError(f"`callback` must be a `TrainerCallback`, got {short_repr(callback)}.")
         super().add_callback(callback)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate as transformers' Trainer does. A wrong result of `compute_metrics` is named."""
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate as transformers' Trainer does. A wrong result of `compute_metrics` is named.
+
+        The metrics at another depth than that of the training have this depth, such as `eval_num_loops`, by which
+        `at_trained_depth` leaves them out of the results of the training.
+        """
         with checking_metrics(self):
-            return super().evaluation_loop(*args, **kwargs)
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        if self.num_loops != self.looped.trained_with.get("num_loops", self.num_loops):
+            output.metrics[f"{metric_key_prefix}{OTHER_DEPTH}"] = self.num_loops
+        return output
 
     def check_surroundings(self) -> None:
         """Raise UserError if `train` runs inside of a block that it would ignore, or in which nothing would train."""

@@ -4,6 +4,7 @@ import re
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from transformers import ProgressCallback, TrainerCallback, TrainerState
 
 from helpers.errors import user_error
 from helpers.trainers import Recorder, assert_same_weights, logged
-from loopdropout_trainer import LoopDropoutSFTTrainer, use_depth
+from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save, use_depth
 from loopdropout_trainer.gates.depth import sample_depth
 from loopdropout_trainer.jobs.progress import JobProgressCallback, SampleCompletionsCallback
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results.run_files import read_results
 from loopdropout_trainer.results.training_results import training_results
+from loopdropout_trainer.saving.checkpoints import read_history
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.terminal import format_value
 from loopdropout_trainer.training import stopping
@@ -240,6 +242,36 @@ def test_callback_may_run_another_depth_in_a_block_only(train, is_block):
         return
     with user_error(r"`num_loops` must stay 4 in the training, got 2. Measure .* `with use_depth\(model, 2\):`"):
         train(callbacks=[Measure()])
+
+
+def test_records_name_the_depth_of_an_evaluation(make_sft, tmp_path):
+    """An evaluation at another depth is not the held-out loss of the training, and changes no depth in its records."""
+
+    class EvaluateDeeper(TrainerCallback):
+        def on_evaluate(self, args, state, control, model=None, **kwargs):
+            if find_looped_model(model).num_loops == 4:
+                with use_depth(model, 7):
+                    deeper.append(trainer.evaluate())
+
+    deeper = []
+    trainer = make_sft(max_steps=2, eval_strategy="steps", eval_steps=1, callbacks=[EvaluateDeeper()])
+    trainer.train()
+    folder, history = trainer.args.output_dir, trainer.state.log_history
+    assert [(log["eval_num_loops"], log["eval_loss"]) for log in history if "eval_num_loops" in log] == [
+        (7, metrics["eval_loss"]) for metrics in deeper
+    ]
+    own = [log["eval_loss"] for log in history if "eval_loss" in log and "eval_num_loops" not in log]
+    assert len(own) == 2 and own[-1] != deeper[-1]["eval_loss"]
+    assert [row["value"] for row in read_results(folder) if row["metric"] == "eval_loss"] == own[-1:]
+    assert [log["eval_loss"] for log in read_history(folder) if "eval_loss" in log] == own
+    with use_depth(trainer.model, 7):
+        trainer.save_model()
+        merge_and_save(trainer.model, tmp_path / "merged", trainer.processing_class)
+    card = (Path(folder) / "README.md").read_text()
+    assert "| Recurrence depth K | 4 |" in card and "Depths in training" not in card
+    card = (tmp_path / "merged/README.md").read_text()
+    assert "| Recurrence depth K | 7 |\n| Depths in training | 4 |" in card
+    assert f"| {own[-1]:.4f} (4 examples, at K = 4) |" in card
 
 
 def test_signal_says_when_another_one_stops_immediately(monkeypatch, log):
