@@ -32,7 +32,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, count, join_command, run_script
-from loopdropout_trainer.evaluation import LoopedLM, asks_in_chat, evaluate_tasks, load_benchmarks
+from loopdropout_trainer.evaluation import LoopedLM, asks_in_chat, check_programs, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.evaluation.plan import (
     Setting,
     list_settings,
@@ -139,6 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     settings |= describe_base(sources, settings)
     check_folder(args.output_dir, settings)
     tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
+    check_programs(tasks, args.allow_unsafe_code)  # before a model is loaded
     if args.dry_run:
         if state.is_main_process:
             planned = plan_settings(args, sources, model_args.num_loops)

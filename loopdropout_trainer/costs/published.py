@@ -79,11 +79,13 @@ class PublishedTask(NamedTuple):
         num_problems: Number of problems.
         max_new_tokens: Largest number of tokens of an answer, or 0 if the task compares log-likelihoods.
         num_parts: Number of tasks in a group.
+        runs_programs: Whether the answers are programs, which need a sandbox.
     """
 
     num_problems: int
     max_new_tokens: int
     num_parts: int = 1
+    runs_programs: bool = False
 
 
 PUBLISHED_TASKS = {
@@ -92,10 +94,10 @@ PUBLISHED_TASKS = {
     "gsm_plus_mini": PublishedTask(2400, 256),
     "metamath_gsm8k": PublishedTask(1319, 512),
     "metamath_math500": PublishedTask(500, 2048),
-    "humaneval": PublishedTask(164, 1024),
-    "humaneval_plus": PublishedTask(164, 1024),
-    "mbpp": PublishedTask(378, 1024),
-    "mbpp_plus": PublishedTask(378, 1024),
+    "humaneval": PublishedTask(164, 1024, runs_programs=True),
+    "humaneval_plus": PublishedTask(164, 1024, runs_programs=True),
+    "mbpp": PublishedTask(378, 1024, runs_programs=True),
+    "mbpp_plus": PublishedTask(378, 1024, runs_programs=True),
     "ifeval_strict": PublishedTask(541, 2048),
     "ifeval_loose": PublishedTask(541, 2048),
     "mmlu": PublishedTask(14042, 0, num_parts=57),

@@ -13,9 +13,10 @@ if Version(version("lm-eval")) < Version("0.4.13"):
         "without axolotl."
     )
 
-from loopdropout_trainer.evaluation.harness import asks_in_chat, check_programs, evaluate_tasks
+from loopdropout_trainer.evaluation.harness import asks_in_chat, evaluate_tasks
 from loopdropout_trainer.evaluation.loading import (
     DEVELOPMENT,
+    check_programs,
     development_task,
     load_benchmarks,
     load_task,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate as run_lm_eval
 
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.evaluation.loading import load_task, preserved_random_states
+from loopdropout_trainer.evaluation.loading import check_programs, leaves_of, load_task, preserved_random_states
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
-from loopdropout_trainer.evaluation.programs import load_problems
-from loopdropout_trainer.evaluation.sandbox import check_allowed
 from loopdropout_trainer.files import write_file
 
 
@@ -116,13 +113,6 @@ def asks_in_chat(task: Task | Group, apply_chat_template: bool | None = None) ->
     return own_choice if apply_chat_template is None else apply_chat_template
 
 
-def check_programs(tasks: Iterable[Task | Group], allow_unsafe_code: bool) -> None:
-    """Raise `UserError` if the programs of a task cannot be contained, and the user has not allowed them to run anyway."""
-    for leaf in chain.from_iterable(map(leaves_of, tasks)):
-        if getattr(leaf, "UNSAFE_CODE", False):
-            check_allowed(leaf.task_name, allow_unsafe_code, leaf.config.custom_dataset is load_problems)
-
-
 def _prepare(task: Task, max_new_tokens: int | None) -> None:
     if task.get_config("num_fewshot") is None:
         task.set_config("num_fewshot", 0)
@@ -134,11 +124,6 @@ def _prepare(task: Task, max_new_tokens: int | None) -> None:
 def name_of(task: Task | Group) -> str:
     """Return the name of a task, which its results have."""
     return task.name if isinstance(task, Group) else task.task_name
-
-
-def leaves_of(task: Task | Group) -> list[Task]:
-    """Return the tasks of a group, or the task itself."""
-    return task.get_all_tasks() if isinstance(task, Group) else [task]
 
 
 def _collect(

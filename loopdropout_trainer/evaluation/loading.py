@@ -7,8 +7,9 @@ import inspect
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from loopdropout_trainer.costs.published import PUBLISHED_TASKS
 from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
 from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.data.preparations import SCORED_LIKE
@@ -37,6 +39,8 @@ from loopdropout_trainer.errors import (
     is_unreachable,
     short_repr,
 )
+from loopdropout_trainer.evaluation.programs import load_problems
+from loopdropout_trainer.evaluation.sandbox import check_allowed
 from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.settings.fields import items_of
@@ -105,6 +109,7 @@ def load_benchmarks(
         UserError: if there is no such task, or its data cannot be loaded.
     """
     own_benchmarks, revisions = own_benchmarks or {}, revisions or {}
+    check_revisions(revisions, names)
     tasks = []
     for name in names:
         if name in own_benchmarks:
@@ -122,20 +127,23 @@ def check_benchmarks(
     own_benchmarks: Mapping[str, Mapping[str, Any]],
     preparation: str | None,
     num_held_out: int | None,
+    allow_unsafe_code: bool,
 ) -> None:
-    """Raise the errors of `load_benchmarks` that need no dataset of the Hub, so that a plan finds them before a training.
+    """Raise the errors of tasks that need no dataset of the Hub, so that a plan finds them before a training.
 
     Args:
         names, own_benchmarks, preparation: As in `load_benchmarks`.
         num_held_out: Number of held-out examples, or None if only the loaded examples tell it.
+        allow_unsafe_code: As in `check_programs`.
 
     Raises:
-        UserError: If there is no such task, or an own benchmark cannot be made of its files.
+        UserError: If there is no such task, an own benchmark cannot be made of its files, or the programs of a task cannot be
+            contained.
     """
     for name in names:
         if name in own_benchmarks:
             try:
-                _make_own(name, own_benchmarks[name])
+                check_programs([_make_own(name, own_benchmarks[name])], allow_unsafe_code)
             except UserError as error:
                 if not is_unreachable(error):  # its files may be on the Hub, which a plan does not need
                     raise
@@ -144,7 +152,48 @@ def check_benchmarks(
         elif name.endswith(".yaml"):
             _check_task_file(name)
         else:
+            _check_named_programs(_find_manager(name), name, allow_unsafe_code)
+
+
+def check_revisions(revisions: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raise UserError if `benchmark_revisions` has a name that is not a task. It may name tasks that are not measured now."""
+    for name in revisions:
+        if name in names or name in PUBLISHED_TASKS:
+            continue
+        try:
             _find_manager(name)
+        except UserError:
+            hint = closest_match(name, names) or closest_match(name, PUBLISHED_TASKS)
+            raise UserError(
+                f"`benchmark_revisions` must map tasks to revisions, got {name!r}, which is not a task.{hint}"
+            ) from None
+
+
+def check_programs(tasks: Iterable[Task | Group], allow_unsafe_code: bool) -> None:
+    """Raise `UserError` if the programs of a task cannot be contained, and the user has not allowed them to run anyway."""
+    for leaf in chain.from_iterable(map(leaves_of, tasks)):
+        if getattr(leaf, "UNSAFE_CODE", False):
+            check_allowed(leaf.task_name, allow_unsafe_code, leaf.config.custom_dataset is load_problems)
+
+
+def _check_named_programs(manager: TaskManager, name: str, allow_unsafe_code: bool) -> None:
+    """Raise the error of `check_programs` for a task, a group or a tag of an index, without its data."""
+    entry = manager.task_index[name]
+    config = entry.cfg or {}
+    if config.get("unsafe_code", False) is not False:
+        check_allowed(name, allow_unsafe_code, can_be_sandboxed=entry.yaml_path.parent == TASKS)
+    members = config.get("task")
+    if name in manager.all_tags:
+        members = sorted(entry.tags)
+    if isinstance(members, list):
+        for member in members:
+            if isinstance(member, str) and member in manager.all_tasks:
+                _check_named_programs(manager, member, allow_unsafe_code)
+
+
+def leaves_of(task: Task | Group) -> list[Task]:
+    """Return the tasks of a group, or the task itself."""
+    return task.get_all_tasks() if isinstance(task, Group) else [task]
 
 
 def _check_task_file(name: str) -> None:

@@ -80,10 +80,17 @@ def _check_tasks(options: ScriptArguments, recipe: Mapping[str, Any]) -> None:
     has_development = preparation in SCORED_LIKE and num_held_out != 0
     unsure = []  # apart from them, lm-eval, which takes seconds to import, stays out of a plan
     for name in names:
-        is_known = name in PUBLISHED_TASKS or (name == DEVELOPMENT and has_development)
+        if name == DEVELOPMENT and has_development:
+            continue
+        is_known = name in PUBLISHED_TASKS and not PUBLISHED_TASKS[name].runs_programs
         if name in own_benchmarks or not is_known:
             unsure.append(name)
     if unsure:
         from loopdropout_trainer.evaluation.loading import check_benchmarks
 
-        check_benchmarks(unsure, own_benchmarks, preparation, num_held_out)
+        check_benchmarks(unsure, own_benchmarks, preparation, num_held_out, options.allow_unsafe_code)
+    revisions = options.benchmark_revisions or {}
+    if not revisions.keys() <= PUBLISHED_TASKS.keys():
+        from loopdropout_trainer.evaluation.loading import check_revisions
+
+        check_revisions(revisions, names)

@@ -285,7 +285,7 @@ def test_sandbox_contains_hostile_programs(surroundings, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("programs_*")) and not list(tmp_path.glob("sandbox_*"))
 
 
-def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data, tmp_path):
+def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data, tmp_path, capsys):
     for module in (sandbox, programs):
         monkeypatch.setattr(module, "sandbox_fault", lambda: "`bwrap` is not installed")
     evalplus_data("humaneval")
@@ -298,10 +298,16 @@ def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data, tmp
         evaluate_tasks(lm, ["humaneval_plus"], limit=2)
     (result, *_) = evaluate_tasks(lm, ["humaneval_plus"], limit=2, allow_unsafe_code=True)
     assert result["value"] == 50
-    recipe = ["quickstart.yaml", "--output_dir", str(tmp_path), "--benchmarks", "humaneval"]
-    with user_error("`bwrap` is not installed"):
-        load_script("recipes/sft.py").main(recipe)
-    assert not list(tmp_path.iterdir())  # it is found before the training
+    options = ["--output_dir", str(tmp_path), "--benchmarks", "humaneval"]
+    model = ["tiny-ouro", "--model_name_or_path", "tiny-ouro"]
+    for script, words in (("sft", ["quickstart.yaml"]), ("evaluate", model)):
+        for further in (["--dry_run", "true"], []):
+            with user_error("`bwrap` is not installed"):
+                load_script(f"recipes/{script}.py").main([*words, *options, *further])
+            printed = capsys.readouterr().out
+            assert "tiny-ouro" not in printed and not list(
+                tmp_path.iterdir()
+            )  # it is found before a plan or a training
     with user_error("lm-eval runs the programs of this task itself"):
         sandbox.check_allowed("humaneval_instruct", False, can_be_sandboxed=False)
 

@@ -31,7 +31,7 @@ from helpers.processes import PATIENCE, ForkedPopen, Program, python, wait_for
 from loopdropout_trainer import hub
 from loopdropout_trainer.costs.evaluations import HOW_TO_TIME
 from loopdropout_trainer.errors import run_script
-from loopdropout_trainer.evaluation import loading
+from loopdropout_trainer.evaluation import loading, sandbox
 from loopdropout_trainer.files import TINY_OURO_PATH, lock_folder
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.jobs import training_data
@@ -1464,7 +1464,9 @@ def test_plan_of_a_sweep_checks_its_measurements(lab, monkeypatch):
     """As each of its trainings does, which would fail after others. Runs that choose no learning rate are not checked."""
     load_manager = loading._load_manager  # lm-eval's index takes 10 seconds
     monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
+    monkeypatch.setattr(sandbox, "sandbox_fault", lambda: "`bwrap` is not installed")
     own = {"files": str(lab.folder / "none.jsonl"), "like": "gsm8k"}
+    revisions = {"gsm8": "main", "mmlu": "v1"}  # the second one is a task, which is not measured
     unknown, compared = "must be a task of lm-eval or one of ", ["lora", "independent"]
     for fields, error in (
         ({"measure": {"benchmarks": ["gsm8k"], "own_benchmarks": {"gsm8k": own}}}, "must not have the name of a task"),
@@ -1472,6 +1474,11 @@ def test_plan_of_a_sweep_checks_its_measurements(lab, monkeypatch):
         ({"measure": {"benchmarks": ["gsm8k", "gsm9k"]}}, f"`gsm9k` {unknown}.* Did you mean 'gsm8k'"),
         ({"measure": {"diagnose_task": "gsm9k"}}, f"`gsm9k` {unknown}"),
         ({"select_on": "gsm9k"}, f"`gsm9k` {unknown}"),
+        ({"measure": {"benchmarks": ["gsm8k", "mbpp_plus"]}}, "`mbpp_plus` runs programs .*`bwrap` is not installed"),
+        (
+            {"measure": {"benchmarks": ["gsm8k"], "benchmark_revisions": revisions}},
+            "`benchmark_revisions` must map tasks to revisions, got 'gsm8', which is not a task. Did you mean 'gsm8k'",
+        ),
         (
             {"methods": compared, "measure": {"eval_num_loops": [2]}},
             "`eval_num_loops` must not be set for 'independent'",
