@@ -16,13 +16,13 @@ if Version(version("lm-eval")) < Version("0.4.13"):
 from loopdropout_trainer.evaluation.harness import asks_in_chat, evaluate_tasks
 from loopdropout_trainer.evaluation.loading import (
     DEVELOPMENT,
-    check_programs,
     development_task,
     load_benchmarks,
     load_task,
     own_benchmark,
 )
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
+from loopdropout_trainer.evaluation.program_checks import check_programs
 
 
 __all__ = [

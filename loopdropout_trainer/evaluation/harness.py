@@ -17,8 +17,9 @@ from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate as run_lm_eval
 
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.evaluation.loading import check_programs, leaves_of, load_task, preserved_random_states
+from loopdropout_trainer.evaluation.loading import load_task, preserved_random_states
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
+from loopdropout_trainer.evaluation.program_checks import check_programs, leaves_of
 from loopdropout_trainer.files import write_file
 
 

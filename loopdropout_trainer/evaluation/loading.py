@@ -7,9 +7,8 @@ import inspect
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,7 @@ from loopdropout_trainer.errors import (
     is_unreachable,
     short_repr,
 )
-from loopdropout_trainer.evaluation.programs import load_problems
-from loopdropout_trainer.evaluation.sandbox import check_allowed
+from loopdropout_trainer.evaluation.program_checks import check_named_programs, check_programs
 from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.settings.fields import items_of
@@ -152,7 +150,7 @@ def check_benchmarks(
         elif name.endswith(".yaml"):
             _check_task_file(name)
         else:
-            _check_named_programs(_find_manager(name), name, allow_unsafe_code)
+            check_named_programs(_find_manager(name), name, allow_unsafe_code)
 
 
 def check_revisions(revisions: Mapping[str, str], names: Sequence[str]) -> None:
@@ -167,33 +165,6 @@ def check_revisions(revisions: Mapping[str, str], names: Sequence[str]) -> None:
             raise UserError(
                 f"`benchmark_revisions` must map tasks to revisions, got {name!r}, which is not a task.{hint}"
             ) from None
-
-
-def check_programs(tasks: Iterable[Task | Group], allow_unsafe_code: bool) -> None:
-    """Raise `UserError` if the programs of a task cannot be contained, and the user has not allowed them to run anyway."""
-    for leaf in chain.from_iterable(map(leaves_of, tasks)):
-        if getattr(leaf, "UNSAFE_CODE", False):
-            check_allowed(leaf.task_name, allow_unsafe_code, leaf.config.custom_dataset is load_problems)
-
-
-def _check_named_programs(manager: TaskManager, name: str, allow_unsafe_code: bool) -> None:
-    """Raise the error of `check_programs` for a task, a group or a tag of an index, without its data."""
-    entry = manager.task_index[name]
-    config = entry.cfg or {}
-    if config.get("unsafe_code", False) is not False:
-        check_allowed(name, allow_unsafe_code, can_be_sandboxed=entry.yaml_path.parent == TASKS)
-    members = config.get("task")
-    if name in manager.all_tags:
-        members = sorted(entry.tags)
-    if isinstance(members, list):
-        for member in members:
-            if isinstance(member, str) and member in manager.all_tasks:
-                _check_named_programs(manager, member, allow_unsafe_code)
-
-
-def leaves_of(task: Task | Group) -> list[Task]:
-    """Return the tasks of a group, or the task itself."""
-    return task.get_all_tasks() if isinstance(task, Group) else [task]
 
 
 def _check_task_file(name: str) -> None:

@@ -13,7 +13,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from loopdropout_trainer.costs.evaluations import DEFAULT_MAX_NEW_TOKENS, HOW_TO_TIME
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.evaluation.answer_code import count_kept
-from loopdropout_trainer.evaluation.harness import leaves_of, name_of
+from loopdropout_trainer.evaluation.harness import name_of
+from loopdropout_trainer.evaluation.program_checks import leaves_of
 from loopdropout_trainer.gates.texts import expand_gates
 from loopdropout_trainer.results.run_files import read_own_results, unneeded_columns
 from loopdropout_trainer.terminal import titled
