@@ -122,6 +122,20 @@ def own_files(file: Path) -> set[Path]:
     return found
 
 
+def knows_imports(file: Path) -> bool:
+    """Return whether Python finds all modules that a Python file imports. It may not with another `PYTHONPATH`."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        for name in names:
+            if PathFinder.find_spec(name.partition(".")[0]) is None and name not in sys.builtin_module_names:
+                return False
+    return True
+
+
 def _imported_files(file: Path) -> Iterator[Path]:
     """Yield the user's files that the import statements of a Python file name."""
     search_path = [folder for folder in sys.path if not _is_of_libraries(folder)]

@@ -12,8 +12,10 @@ from loopdropout_trainer.errors import count
 from loopdropout_trainer.means import name_means
 from loopdropout_trainer.reports.labels import name_methods
 from loopdropout_trainer.reports.result_codes import describe_codes
+from loopdropout_trainer.results.imported_code import find_edited
 from loopdropout_trainer.results.run_files import DEVELOPMENT, GATE_MEAN, is_of_base, read_accepted_imports
 from loopdropout_trainer.results.sweep_folder import (
+    ACCEPT,
     describe_choices,
     describe_progress,
     describe_unchosen,
@@ -92,7 +94,7 @@ def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[s
         if choices:
             lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
         lines += filter(None, [describe_progress(folder), _describe_accepted(folder)])
-    return [*lines, *describe_codes(final), *_describe_mean_gates(final)]
+    return [*lines, *describe_codes(final), *_describe_edits(final), *_describe_mean_gates(final)]
 
 
 def _describe_scores(folder: Path, method: str, runs: Collection[str]) -> list[str]:
@@ -117,6 +119,27 @@ def _describe_accepted(folder: Path) -> str:
         f"{count(len(accepted), 'run')} of the sweep in {folder} had other `--import` files in training, and count because of "
         f"`--accept_changed_imports`: {', '.join(accepted)}."
     )
+
+
+def _describe_edits(results: pd.DataFrame) -> list[str]:
+    """Return a sentence about each file of `--import` that has changed since the trainings of some results."""
+    trained = results[~is_of_base(results)]
+    edited: dict[str, set[str]] = {}  # runs by file
+    for run in trained["run"].unique():
+        for path in find_edited(run):
+            edited.setdefault(path, set()).add(run)
+    sentences = []
+    for path, runs in sorted(edited.items()):
+        own = trained[trained["run"].isin(runs)]
+        methods = ", ".join(name_methods(own).unique())
+        fix = "Train again if the change concerns them."
+        if own["sweep"].notna().any():
+            fix = f"The sweep counts them only with `{ACCEPT}`, or trains them again after you have removed their folders."
+        sentences.append(
+            f"{path} has changed since the training of {count(len(runs), 'run')} ({methods}), so their results are those of "
+            f"the earlier file. {fix}"
+        )
+    return sentences
 
 
 def _describe_mean_gates(results: pd.DataFrame) -> list[str]:

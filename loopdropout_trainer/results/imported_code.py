@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.data.caching import digest_files, module_of, own_file, own_files
+from loopdropout_trainer.data.caching import digest_files, knows_imports, module_of, own_file, own_files
 from loopdropout_trainer.data.preparations import PACKAGED_PREPARATIONS, PREPARATIONS
 from loopdropout_trainer.files import lock_file, write_file
 from loopdropout_trainer.gates import RULES
@@ -96,6 +96,36 @@ def find_unused_changes(folder: str | Path) -> list[str]:
     used = read_used_imports(folder)
     unused = [path for path in read_imports(folder) if path.endswith(".py") and path not in used and path in IMPORTED]
     return [_describe_change(path) for path in _find_changed(folder, unused)]
+
+
+def find_edited(folder: str | Path) -> list[str]:
+    """Return the files that the run in a folder depends on and that have changed since, for a command without `--import`.
+
+    The run has their paths. A file that is missing, as on another machine, is not known to have changed, and neither is a file
+    whose own imports are not found.
+    """
+    former, accepted = read_imports(folder), read_accepted_imports(folder)
+    edited = []
+    for path in read_used_imports(folder):
+        present = _digest_present(Path(path))
+        if present is not None and present not in (former.get(path), accepted.get(path)):
+            edited.append(path)
+    return edited
+
+
+def _digest_present(file: Path) -> str | None:
+    """Return the digest of a file of `--import` with the user's files that it imports, or None if it is not known."""
+    if not file.is_file():
+        return None
+    try:
+        files = own_files(file)
+        if not all(knows_imports(path) for path in files if path.suffix == ".py"):
+            return None
+        return digest_files(sorted(files))
+    except SyntaxError:  # it has changed since, because it has run before
+        return digest_files([file])
+    except OSError:
+        return None
 
 
 def describe_accepted(paths: Iterable[str]) -> list[str]:

@@ -37,7 +37,7 @@ from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.jobs import training_data
 from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.reports.frames import load_results
-from loopdropout_trainer.results.imported_code import accept_other_code, describe_imports, digest_imports
+from loopdropout_trainer.results.imported_code import accept_other_code, describe_imports, digest_imports, find_edited
 from loopdropout_trainer.results.run_files import read_run, write_results
 from loopdropout_trainer.results.sweep_folder import (
     SweepRun,
@@ -1178,6 +1178,17 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
     results = load_results(lab.out)
     (line,) = [line for line in describe_left_out_runs(results, final_results(results)) if "_changed_imports" in line]
     assert line.startswith("2 runs of the sweep in ") and line.endswith(f"`--accept_changed_imports`: {others}.")
+    rule.write_text("x = 3\n")
+    edited = (
+        f"{rule} has changed since the training of 2 runs (lora), so their results are those of the earlier file. The"
+    )
+    with patch("loopdropout_trainer.results.imported_code.IMPORTED", []):  # a report needs no `--import`
+        assert any(line.startswith(edited) for line in describe_left_out_runs(results, final_results(results)))
+        for text, found in (("def\n", [str(rule)]), ("import json, not_here\n", []), ("import json\n", [str(rule)])):
+            rule.write_text(text)
+            assert find_edited(run) == found  # what an unknown file imports may have the digest of the training
+        rule.rename(lab.folder / "moved.py")
+        assert find_edited(run) == []
     rule.write_text("x = 3\n")
     made = lab.sweep(learning_rates=[0.01, 0.02])
     assert describe_other_results(made).startswith("3 runs cannot be compared with new ones") and made.pending() == []
