@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,9 +75,9 @@ def loop_dropout(
     return LoopDropoutHandle(model, rule, seed)
 
 
-def _as_drawing_rule(rule: Any, present: GateRule | None = None) -> GateRule:
+def _as_drawing_rule(rule: Any, known: Mapping[str, GateRule] | None = None) -> GateRule:
     """Return a rule as `as_rule` does. Raise UserError unless it is a rule that only draws gates."""
-    rule = as_rule(rule, present)
+    rule = as_rule(rule, known)
     needs_trainer = rule.uses_steps or rule.wants_sensitivity or rule.draws_per_batch > 1
     if rule.lora_kind != "gated" or needs_trainer:
         raise UserError(
@@ -104,7 +104,8 @@ class LoopDropoutHandle:
     """Gates of a model's training passes. Override `sample` to use other gates.
 
     Attributes:
-        rule: Rule that draws the gates. Another one that only draws gates can be set, also by its name.
+        rule: Rule that draws the gates. Another one that only draws gates can be set, also by its name. The name of a rule
+            that the handle had before keeps its fields.
         p: Drop probability of the rule, or None. Setting it makes a new rule.
         seed: Seed of the draws.
         num_draws: Number of passes that drew gates.
@@ -121,6 +122,7 @@ class LoopDropoutHandle:
         self._was_described = any("loop_description" in vars(module) for module in model.modules())
         check_trainable(model)
         self.looped = attach_looped_model(model)
+        self._known_rules: dict[str, GateRule] = {}
         self.rule = rule
         layers = adapted_layers(model)
         self._before = _variants(layers)
@@ -170,10 +172,9 @@ class LoopDropoutHandle:
 
     @rule.setter
     def rule(self, rule: str | GateRule) -> None:
-        present = vars(self).get("_rule")  # none while the handle is made
-        rule = _as_drawing_rule(rule, present)
+        rule = _as_drawing_rule(rule, self._known_rules)
         rule.check(self.looped.num_loops)
-        self._rule = rule
+        self._rule = self._known_rules[rule.name] = rule
 
     @property
     def p(self) -> float | tuple[float, ...] | None:

@@ -206,14 +206,17 @@ def _hint_at_code() -> str:
     return hint_at_own_file()
 
 
-def as_rule(rule: str | GateRule, present: GateRule | None = None) -> GateRule:
+def as_rule(rule: str | GateRule, known: Mapping[str, GateRule] | None = None) -> GateRule:
     """Return the rule of a name, or the given rule. Raise UserError for another value.
 
-    The name of the rule `present` keeps the fields of this rule. Another name gives a rule with its own default values.
+    Args:
+        rule: Name, or rule.
+        known: The present rule and the rules before it by their names, which keep their fields. Another name gives a rule with
+            its own default values.
     """
     if isinstance(rule, str):
-        if present is not None and rule == present.name:
-            fields = fields_of(present)
+        if known is not None and rule in known:
+            fields = fields_of(known[rule])
             own_p = {} if fields["p"] is None else {"p": fields["p"]}
             return make_rule(rule, **own_p, **(fields["rule_args"] or {}))
         return make_rule(rule)

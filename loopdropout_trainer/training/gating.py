@@ -102,8 +102,9 @@ class GatingMixin:
     def rule(self) -> GateRule:
         """Rule that draws the gates. The fields of `args` make it, which also name it in results and cards.
 
-        Setting another rule, also by its name, sets these fields. The present name keeps its fields. Another rule must train
-        the same kind of adapter. A new `args.p` applies outside of a training, whose rule stays the same.
+        Setting another rule, also by its name, sets these fields. The name of the present rule, or of one that the trainer had
+        before, keeps its fields. Another rule must train the same kind of adapter. A new `args.p` applies outside
+        of a training, whose rule stays the same.
         """
         if self._has_read_fields and not self._runs_train:
             with suppress(TypeError, UserError):  # the rule has no `p`, or its value is wrong, as `train` says
@@ -114,7 +115,8 @@ class GatingMixin:
     def rule(self, rule: str | GateRule) -> None:
         if self._runs_train:
             raise _changed_in_training("rule", self._rule.name, rule)
-        rule = as_rule(rule, self.rule)
+        self._known_rules[self._rule.name] = self.rule  # with a new `args.p`
+        rule = as_rule(rule, self._known_rules)
         if not isinstance(rule, RULES.get(rule.name, ())):
             raise UserError(f"`rule` must be a rule with `@register_rule`, got {short_repr(rule)}.")
         if _describe_kind(rule) != _describe_kind(self._rule):
@@ -150,6 +152,7 @@ class GatingMixin:
     def set_rule(self, args: GateConfig) -> None:
         """Make the rule by `args`, which may have changed since they were made, and keep the values that it is made of."""
         self._rule = args.take_own_p()
+        self._known_rules: dict[str, GateRule] = {}
         self._made_with = copy_fields(args, RULE_FIELDS)
 
     def keep_fields(self) -> None:

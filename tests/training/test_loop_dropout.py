@@ -273,6 +273,8 @@ def test_handle_takes_another_p_and_rule():
     assert handle.rule == make_rule("exactly_m", m=1)
     handle.rule = "random_prefix"
     assert handle.rule == make_rule("random_prefix")
+    handle.rule = "loop_dropout"  # the name of an earlier rule
+    assert handle.p == 0.75
     with user_error("`rule` must be one of .*, got 'loop_dropuot'"):
         handle.rule = "loop_dropuot"
     with user_error("`rule` must be a name, or a rule .*, got 0.5"):

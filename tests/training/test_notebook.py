@@ -1040,6 +1040,13 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
         trainer.rule = 5
     trainer.rule = "coto"
     assert (trainer.args.rule, trainer.rule) == ("coto", make_rule("coto"))
+    trainer.rule = "loop_dropout"  # which had another `p` before
+    assert trainer.p == trainer.rule.p == 0.25
+    trainer.args.p = 0.75
+    trainer.rule = "lora"
+    trainer.rule = "loop_dropout"
+    assert trainer.p == trainer.rule.p == 0.75
+    trainer.rule = "coto"
     trainer.args.rule = "independent"
     with user_error("`rule` must keep its value 'coto' .* Set another rule by `trainer.rule = ...`"):
         trainer.train()
