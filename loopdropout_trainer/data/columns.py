@@ -360,6 +360,26 @@ def warn_about_blanks(title: str, column: str, values: Sequence[object], describ
         )
 
 
+def warn_about_empty_answers(
+    title: str, numbers: Sequence[int], num_rows: int, describe_row: Callable[[int], str]
+) -> None:
+    """Log how many conversations have an empty answer next to others. They are not left out.
+
+    Args:
+        title: Name of the data.
+        numbers: Numbers of these conversations.
+        num_rows: Number of all examples.
+        describe_row: Function that returns the place of an example with a number, such as "row 4 of chats.jsonl".
+    """
+    if numbers and PartialState().is_main_process:
+        verb = "has" if len(numbers) == 1 else "have"
+        logger.warning(
+            f"{len(numbers):,} of the {count(num_rows, 'example')} in {title} {verb} a turn of the assistant without text, "
+            "from which the model learns to answer nothing. Such examples are kept. The first one is "
+            f"{describe_row(numbers[0])}."
+        )
+
+
 def is_blank(value: object) -> bool:
     """Return whether a value of a column is a text without characters, or a conversation without turns."""
     if isinstance(value, str):

@@ -107,20 +107,30 @@ class Examples(NamedTuple):
     ) -> Examples:
         """Leave out the examples for which a function is false, and add their number and the reason to `left_out`."""
         key = step_key(self.key, function.__name__, reason)  # the options are in the key of the rows or in the reason
-        if not len(self.rows):  # the result of `map` would have no column of flags
+        if not len(self.rows):
             return self._replace(key=key)
-
-        def flag(row: Row) -> Row:
-            return {"is_kept": function(row, **options)}
-
-        # A column of flags instead of `filter`, which does not tell the indices of the rows that it keeps.
-        names = self.rows.column_names
-        flags = self._map(self._name_rows(flag), step_key(key, "flags"), remove_columns=names, desc="Filter")
-        kept = np.flatnonzero(read_numbers(flags, "is_kept"))
+        kept = self._find(function, key, **options)
         if len(kept) < len(self.rows):
             left_out.append(LeftOut(len(self.rows) - len(kept), noun, reason))
         rows = self.rows.select(kept, new_fingerprint=key)
         return self._replace(rows=rows, key=key, origins=self.origins[kept])
+
+    def find(self, function: Callable[..., bool], **options: Any) -> list[int]:
+        """Return the numbers of the examples for which a function is true. All of its options are in the key of the rows."""
+        return self._find(function, step_key(self.key, function.__name__), **options).tolist()
+
+    def _find(self, function: Callable[..., bool], key: str, **options: Any) -> np.ndarray:
+        """Return the numbers [n] of the examples for which a function is true."""
+        if not len(self.rows):  # the result of `map` would have no column of flags
+            return np.array([], dtype=int)
+
+        def flag(row: Row) -> Row:
+            return {"is_true": function(row, **options)}
+
+        # A column of flags instead of `filter`, which does not tell the indices of the rows that it keeps.
+        names = self.rows.column_names
+        flags = self._map(self._name_rows(flag), step_key(key, "flags"), remove_columns=names, desc="Filter")
+        return np.flatnonzero(read_numbers(flags, "is_true"))
 
     def _map(self, step: Callable[[Row, int], Row], key: str, **options: Any) -> Dataset:
         """Return the results of a function of each example and its index."""

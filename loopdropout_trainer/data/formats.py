@@ -433,6 +433,21 @@ def has_text(name: str, target: Any) -> bool:
     return any(turn.get("tool_calls") or _has_content(turn) for turn in answers)
 
 
+def has_empty_answer(target: Any, chat_template: Any) -> bool:
+    """Return whether a conversation has a turn of the assistant with an empty text, and nothing that replaces it.
+
+    A model learns to answer nothing from such a turn. Without any other answer, `has_text` is false for the conversation.
+
+    Args:
+        target: Value of a column, a conversation with TRL's keys or another value.
+        chat_template: Text of the chat template of the training, a mapping of several ones, or None.
+    """
+    if not isinstance(target, list):
+        return False
+    answers = [turn for turn in target if turn["role"] == "assistant"]
+    return any(not _has_content(turn) and not _replaces_content(turn, chat_template) for turn in answers)
+
+
 def _has_content(turn: Mapping[str, Any]) -> bool:
     """Return whether the content of a turn is not empty. It can be a list of parts, such as texts."""
     content = turn.get("content")

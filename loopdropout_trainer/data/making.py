@@ -18,6 +18,7 @@ from loopdropout_trainer.data.columns import (
     describe_missing_text,
     describe_turns,
     warn_about_blanks,
+    warn_about_empty_answers,
     warn_about_mapping,
     warn_about_other_format,
     warn_about_text_fields,
@@ -29,6 +30,7 @@ from loopdropout_trainer.data.formats import (
     check_contents,
     check_filled,
     check_roles,
+    has_empty_answer,
     has_text,
     join_text_parts,
     to_messages,
@@ -166,6 +168,9 @@ def _leave_out_empty(
     for name, own_name in zip(columns, own_names, strict=True):
         if name not in TARGETS:
             warn_about_blanks(str(data), own_name, kept.rows[own_name][:], kept.describe_row)
+    if not _has_text_pairs(rows.rows, columns, args):
+        numbers = kept.find(_has_empty_answer, args=args, columns=columns, chat_template=chat_template)
+        warn_about_empty_answers(str(data), numbers, len(kept.rows), kept.describe_row)
     if not len(kept.rows):
         target = columns[-1]
         found = "no examples"
@@ -223,6 +228,13 @@ def _has_texts(row: Row, args: DataArguments, columns: Sequence[str], chat_templ
     for value in example.values():  # of a row that is not left out
         check_filled(value, chat_template)
     return True
+
+
+def _has_empty_answer(row: Row, args: DataArguments, columns: Sequence[str], chat_template: Any) -> bool:
+    """Return whether a conversation of a row that is trained on has an empty answer."""
+    row = _read_row(row, args, chat_template)
+    targets = [to_messages(row[name]) for name in columns if name in TARGETS]
+    return any(has_empty_answer(target, chat_template) for target in targets)
 
 
 def _is_kept(row: Row, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -10,7 +10,7 @@ from datasets import Dataset, Features, IterableDataset, Json
 from transformers.utils import logging
 
 from loopdropout_trainer.data.bars import hide_short_bars
-from loopdropout_trainer.data.columns import describe_missing_text, warn_about_blanks
+from loopdropout_trainer.data.columns import describe_missing_text, warn_about_blanks, warn_about_empty_answers
 from loopdropout_trainer.data.files import error_in_row
 from loopdropout_trainer.data.formats import (
     TARGETS,
@@ -20,6 +20,7 @@ from loopdropout_trainer.data.formats import (
     check_filled,
     check_roles,
     check_turns,
+    has_empty_answer,
     has_text,
     join_text_parts,
     to_messages,
@@ -110,15 +111,19 @@ def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], reader:
     """Check each row, and return the dataset with conversations in TRL's spelling, or itself if all of them are in it."""
     rows = dataset.select_columns(list(columns)).with_format(None)
     is_other = False
-    empty = []  # numbers of rows
+    empty, partly_empty = [], []  # numbers of rows
     for number, row in enumerate(rows, start=1):
         example = reader.check(row, f"row {number:,} of {title}")
         is_other |= example != row
-        if any(name in TARGETS and not has_text(name, value) for name, value in example.items()):
+        targets = {name: value for name, value in example.items() if name in TARGETS}
+        if not all(has_text(name, value) for name, value in targets.items()):
             empty.append(number)
+        elif any(has_empty_answer(value, reader.chat_template) for value in targets.values()):
+            partly_empty.append(number)
     if empty:
         targets = [name for name in columns if name in TARGETS]  # without another one, a row is an error
         _warn_of_empty(empty, len(rows), title, targets)
+    warn_about_empty_answers(title, partly_empty, len(rows), lambda number: f"row {number:,}")
     for name in columns:
         if name not in TARGETS:
             warn_about_blanks(title, name, rows[name][:], lambda number: f"row {number + 1:,}")

@@ -1,6 +1,7 @@
 """Examples and chat templates that a program gives a trainer: each mistake is one sentence before TRL tokenizes anything."""
 
 import logging
+import re
 
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
@@ -338,6 +339,19 @@ def test_empty_answers_are_counted(log, tmp_path):
     assert f"2 of the 3 examples in `train_dataset` have {words}. A recipe leaves such examples out." in log.text
     load_datasets(DataArguments(train_files=[write_lines(tmp_path / "a.jsonl", rows)]), tokenizer)
     assert f"2 examples are left out, because they have {words}" in log.text
+
+
+def test_conversations_with_an_empty_answer_are_counted(log, tmp_path):
+    """They have another answer, so they are kept, for a recipe and in Python."""
+    tokenizer = load_tokenizer("tiny-ouro", chat_template="tulu2")
+    whole, empty = [QUESTION, ANSWER], [QUESTION, {**ANSWER, "content": ""}]
+    rows = [{"messages": turns} for turns in (whole, whole + empty, empty, empty + whole)]
+    check_rows({"train_dataset": Dataset.from_list(rows)}, TEXTS, RowReader(tokenizer.chat_template, True))
+    words = "have a turn of the assistant without text, from which .* The first one is row 2"
+    assert re.search(rf"2 of the 4 examples in `train_dataset` {words}\.", log.text)
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    assert len(load_datasets(DataArguments(train_files=[file]), tokenizer)["train"]) == 3
+    assert re.search(rf"2 of the 3 examples in {file} {words} of {file}\.", log.text)
 
 
 @pytest.mark.parametrize("packing", [False, True])
