@@ -14,6 +14,7 @@ from loopdropout_trainer.results.imported_code import find_other_code, find_unus
 from loopdropout_trainer.results.recipe_changes import LENGTH, MEASURED, RESUMABLE, UNCOMPARED, find_difference
 from loopdropout_trainer.results.run_files import has_trained, is_finished
 from loopdropout_trainer.saving.checkpoints import (
+    describe_lost_steps,
     find_early_stop,
     find_next_patience,
     find_shortening,
@@ -236,4 +237,5 @@ def describe_further(runs: Sequence[Run]) -> str:
         options = f"raise `max_steps` above {args.max_steps:,} and add `--resume_from_checkpoint true`"
     else:
         options = f"raise `num_train_epochs` above {args.num_train_epochs:g} and add `--resume_from_checkpoint true`"
-    return f" To train it further, {options}."
+    starts = [describe_lost_steps(folder, load_state(folder).global_step) for folder in folders]
+    return f" To train it further, {options}{max(starts, default='')}."

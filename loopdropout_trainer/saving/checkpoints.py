@@ -94,6 +94,20 @@ def find_next_patience(folder: str | Path, patience: int) -> int | None:
     return 2 * max(patience, count_worse_evaluations(load_state(newest)))
 
 
+def describe_lost_steps(folder: str | Path, last_step: int) -> str:
+    """Return the end of an advice to continue a training if its newest checkpoint is older than its last step, or "".
+
+    With `save_total_limit: 1`, transformers keeps the best checkpoint alone at the end.
+    """
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        return ""
+    step = load_state(newest).global_step
+    if step >= last_step:
+        return ""
+    return f", from step {step:,}, whose checkpoint is the newest one that was kept"
+
+
 def name_metric(metric: str | None) -> str:
     """Return the name of `metric_for_best_model` in sentences."""
     metric = metric or "loss"

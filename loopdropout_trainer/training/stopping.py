@@ -19,6 +19,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, count, find_write_error
 from loopdropout_trainer.saving.checkpoints import (
     count_worse_evaluations,
+    describe_lost_steps,
     describe_unsaved_best,
     find_early_stop,
     find_next_patience,
@@ -182,14 +183,18 @@ class EarlyStopCallback(EarlyStoppingCallback):
         evaluations = count(self.early_stopping_patience, "evaluation")
         logger.warning(
             f"Training stopped early, at step {state.global_step:,} of {state.max_steps:,}, after {evaluations} without a "
-            f"better {metric}.{kept}{self._describe_continuing(args, resuming)}"
+            f"better {metric}.{kept}{self._describe_continuing(args, state, resuming)}"
         )
 
-    def _describe_continuing(self, args: TrainingArguments, resuming: str) -> str:
+    def _describe_continuing(self, args: TrainingArguments, state: TrainerState, resuming: str) -> str:
         patience = find_next_patience(args.output_dir, self.early_stopping_patience)
         if patience is None or args.save_only_model:
             return ""
-        return f" To train it further, set `early_stopping_patience` to {patience}, for example, and continue with {resuming}."
+        start = describe_lost_steps(args.output_dir, state.global_step)
+        return (
+            f" To train it further, set `early_stopping_patience` to {patience}, for example, and continue with "
+            f"{resuming}{start}."
+        )
 
 
 @contextmanager

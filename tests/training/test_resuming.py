@@ -220,7 +220,11 @@ def test_early_stop_is_at_the_same_step_after_a_kill(tmp_path, make_trainer, log
             for history in (logged, resumed.state.log_history)
         ]
         assert losses[0] == losses[1]
-    assert make(early_stopping_patience=3).train(resume_from_checkpoint=True).global_step > 3 * steps
+    further = make(early_stopping_patience=3, save_total_limit=1).train(resume_from_checkpoint=True)
+    assert further.global_step > 3 * steps and [saved.name for saved in list_checkpoints(tmp_path)] == [
+        f"checkpoint-{steps}"
+    ]
+    assert f"`, from step {steps}, whose checkpoint is the newest one that was kept." in log.messages[-1]
 
 
 def test_early_stopping_saves_at_evaluations(tmp_path, config):
