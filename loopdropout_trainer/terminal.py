@@ -148,10 +148,18 @@ def _join_words(match: re.Match[str]) -> str:
     return match[0].replace(" ", "\N{NO-BREAK SPACE}")
 
 
-def print_sentences(*lines: str) -> None:
-    """Print lines of sentences, which a terminal shows in its width. A file or a pipe has each of them whole."""
+def print_sentences(*lines: str, file: TextIO | None = None) -> None:
+    """Print lines of sentences, which a terminal shows in its width, and a file or a pipe at once and each of them whole.
+
+    Args:
+        *lines: Lines, of which an empty one is printed, too.
+        file: Another stream than the standard output, which has whole lines.
+    """
+    parts = []
     for line in lines:
-        print(*wrap_for_terminal(line, 0), sep="\n")
+        parts += wrap_for_terminal(line, 0) if file is None else [line]
+    text = "".join(f"{part}\n" for part in parts)
+    print(text, end="", file=file, flush=True)  # one text, because several threads may print
 
 
 def terminal_columns() -> int | None:

@@ -73,6 +73,7 @@ from loopdropout_trainer.settings.arguments import (
 )
 from loopdropout_trainer.settings.library_fields import LIBRARY_FIELDS
 from loopdropout_trainer.settings.recipe import build, read_settings
+from loopdropout_trainer.terminal import print_sentences
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
@@ -119,7 +120,8 @@ def main(argv: list[str] | None = None) -> None:
         from loopdropout_trainer.reports.printing import print_diagnostics
 
         print_diagnostics(rows)
-        print(f"All results, also those without a table here, are in {diagnosis.args.output_dir}/results.jsonl")
+        folder = diagnosis.args.output_dir
+        print_sentences(f"All results, also those without a table here, are in {folder}/results.jsonl")
 
 
 @dataclass
@@ -190,7 +192,7 @@ class Diagnosis:
         for source in self.sources:
             setup = source.describe_setup()
             if state.is_main_process and setup not in shared.described:
-                print(source.describe())
+                print_sentences(source.describe())
             shared.described.add(setup)
             measured = self._measure_once(shared, source, dtypes[source.name], data.batches(source))
             if state.is_main_process and not args.dry_run:
@@ -223,7 +225,7 @@ class Diagnosis:
         passes = describe_passes(args.diagnostics, source.is_adapter, depth, args.eval_num_loops)
         if self.state.is_main_process:
             num_examples = sum(len(batch["labels"]) for batch in batches)
-            print(f"  {source.kind}, {count(num_examples, 'example')}: {passes}", flush=True)
+            print_sentences(f"  {source.kind}, {count(num_examples, 'example')}: {passes}")
 
 
 FACTS_FILE = "diagnosed.json"
@@ -259,7 +261,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
         own = find_own_reductions(sweep, first.args.task)
         if own and "single_loop" in first.args.diagnostics:
             trainings = count(len(own), "training")
-            print(f"{trainings} measured rho_t already, and `{join_command('report', sweep)}` prints it.")
+            print_sentences(f"{trainings} measured rho_t already, and `{join_command('report', sweep)}` prints it.")
     shared = first.make_shared()
     for number, run in enumerate(reasons, start=1):
         reason = reasons[run]
@@ -269,7 +271,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
         if reason is not None:
             line += f" is skipped, because {reason}."
         if is_main_process:
-            print(line, flush=True)
+            print_sentences(line)
         if reason is None:
             diagnoses[run].run(shared)
     if is_main_process and not first.args.dry_run:

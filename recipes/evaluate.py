@@ -63,6 +63,7 @@ from loopdropout_trainer.settings.arguments import (
     option,
 )
 from loopdropout_trainer.settings.recipe import build, dump_recipe, read_settings, without_option
+from loopdropout_trainer.terminal import print_sentences
 
 
 @dataclass
@@ -156,11 +157,11 @@ def main(argv: list[str] | None = None) -> None:
         source = sources[name]
         if state.is_main_process:
             place = f"{number} of {len(sources)}: " if len(sources) > 1 else ""
-            print(f"{place}{source.describe()}", flush=True)
+            print_sentences(f"{place}{source.describe()}")
             system_turn = source.describe_system_turn()
             is_chat = any(asks_in_chat(task, args.apply_chat_template) for task in tasks)
             if is_chat and args.system_instruction is None and system_turn:
-                print(f"{system_turn} Add `--system_instruction` to evaluate with it.")
+                print_sentences(f"{system_turn} Add `--system_instruction` to evaluate with it.")
         model = loader.load(source, model_args.dtype or source.dtype or "bfloat16", model_args.num_loops)
         tokenizer = source.load_tokenizer(model_args.chat_template)
         start = time.monotonic()  # after the model is loaded
@@ -178,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
         from loopdropout_trainer.reports.printing import print_evaluation
 
         print_evaluation(rows, args.averages or {})
-        print(f"\n{describe_time(rows, seconds)}\nThe results are in {args.output_dir}")
+        print_sentences("", describe_time(rows, seconds), f"The results are in {args.output_dir}")
 
 
 def evaluate_source(

@@ -382,7 +382,7 @@ def draw_figure(plot: Any, path: Path) -> None:
 
     save_figure(plot, path)
     caption = getattr(plot, "items", [plot])[0].labels.caption
-    print(f"Wrote {path}.png, .pdf and .svg")
+    print_sentences(f"Wrote {path}.png, .pdf and .svg")
     if caption:
         print_sentences(" ".join(caption.split()))  # not in the lines that fit the figure
 

@@ -51,11 +51,12 @@ from loopdropout_trainer.sweeps.code import (
     has_other_results,
     name_other_results,
 )
-from loopdropout_trainer.sweeps.counts import count_by_method, describe_uncounted, name_failed, name_logs, name_waiting
+from loopdropout_trainer.sweeps.counts import count_by_method, describe_uncounted, list_logs, name_failed, name_waiting
 from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, check_fields, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweeps.plan import check_folder, print_commands, print_sweep_plan
 from loopdropout_trainer.sweeps.run_times import RunKind, count_left, find_kind, find_means, means_by_method
 from loopdropout_trainer.sweeps.workers import Workers
+from loopdropout_trainer.terminal import print_sentences
 
 
 _TRAINING_FIELDS = {
@@ -315,7 +316,7 @@ class Sweep:
         self.save_progress()
         other_results = describe_other_results(self)
         if other_results:
-            print(f"The sweep trains the other runs. {other_results}", flush=True)
+            print_sentences(f"The sweep trains the other runs. {other_results}")
         self.pool.train_all()
 
     def save_progress(self) -> None:
@@ -352,9 +353,7 @@ class Sweep:
         """
         failures, other_results = self.pool.failures, describe_other_results(self)
         if failures:
-            print("\nFailed, with the errors above:", *name_logs(failures, self.folder), sep="\n  ")
-            if other_results:  # apart from the failures, because it has another fix
-                print(f"\n{other_results}")
+            print_sentences(*list_logs(failures, self.folder, other_results))
             raise UserError(describe_failures(self))
         if other_results:
             raise UserError(other_results)
@@ -408,7 +407,7 @@ def main(argv: list[str] | None = None) -> None:
     if sweep.accept_changed_imports:
         accepted = accept_other_results(sweep)
         # The standard output of `print_commands` has commands only.
-        print(accepted, file=sys.stderr if sweep.print_commands else None, flush=True)
+        print_sentences(accepted, file=sys.stderr if sweep.print_commands else None)
     if sweep.print_commands:
         print_commands(sweep)
         sweep.check_failures()

@@ -36,6 +36,7 @@ from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
 from loopdropout_trainer.settings.recipe import build, dump_recipe, override
+from loopdropout_trainer.terminal import print_sentences
 from loopdropout_trainer.training.sampling import check_sampling
 
 
@@ -274,11 +275,10 @@ class Job:
         """Print which runs are not trained, because their training has ended before, and how to train them again."""
         folders = describe_trained(self.runs)
         if folders and self.args.process_index == 0:
-            print(
+            print_sentences(
                 f"Nothing is trained in {folders}, because the training there has ended before."
                 f"{describe_further(self.runs)} To train again, set another `output_dir`, or remove the "
-                "folder (its results are lost).",
-                flush=True,
+                "folder (its results are lost)."
             )
 
     def unfinished(self) -> Iterator[Run]:

@@ -17,7 +17,7 @@ from loopdropout_trainer.reports.labels import order_labels
 from loopdropout_trainer.reports.printing import print_by_method, print_differences, print_loss_reductions
 from loopdropout_trainer.results.run_files import BASE_MODEL
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
-from loopdropout_trainer.terminal import format_value
+from loopdropout_trainer.terminal import format_value, print_sentences
 
 
 def show_results(runs: Sequence[Run]) -> None:
@@ -32,13 +32,12 @@ def show_results(runs: Sequence[Run]) -> None:
     for run in runs:
         kept = describe_kept_checkpoint(run.args.output_dir)
         if kept is not None:
-            print(f"{run.title}: Kept {kept}")
-    for line in describe_losses_above_base(training, runs):
-        print(line)
+            print_sentences(f"{run.title}: Kept {kept}")
+    print_sentences(*describe_losses_above_base(training, runs))
     _print_scores(rows, depth, runs)
     print_loss_reductions(rows)
     folders = [run.args.output_dir for run in runs]
-    print(f"\nEverything is in {', '.join(folders)}")
+    print_sentences("", f"Everything is in {', '.join(folders)}")
     _draw_first_run(runs[0])
 
 

@@ -165,8 +165,7 @@ def print_evaluation(rows: list[dict], averages: dict[str, list[str]]) -> None:
             table = table.swaplevel()  # so that the name moves to the title if the table is too wide
     title = f"Results at {depths[0]}" if len(depths) == 1 else "Results with K loops"
     print_table(title + readout, table.rename_axis(columns=None), partial(format_fixed, decimals=2))
-    for line in legend:
-        print(line)
+    print_sentences(*legend)
 
 
 def print_loss_reductions(results: pd.DataFrame) -> None:

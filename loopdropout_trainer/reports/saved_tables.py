@@ -93,7 +93,7 @@ def save_csv(numbers: pd.DataFrame, path: Path, index: bool = True) -> None:
     """
     counts = numbers.columns.intersection(["num_problems", "num_seeds", "num_pairs"])
     numbers.astype(dict.fromkeys(counts, "Int64")).to_csv(path.with_suffix(".csv"), index=index)
-    print(f"Wrote {path}.md, .tex and .csv")
+    print_sentences(f"Wrote {path}.md, .tex and .csv")
 
 
 def print_text(table: pd.DataFrame, text: TableText) -> None:

@@ -91,9 +91,16 @@ def name_failed(sweep: Any) -> dict[str, list[str]]:
     return names
 
 
-def name_logs(runs: Iterable[SweepRun], folder: Callable[[SweepRun], Path]) -> list[str]:
-    """Return the name of each run with its log, which is in its `folder`."""
-    return [f"{run.name} (log: {folder(run)}/log.txt)" for run in runs]
+def list_logs(runs: Iterable[SweepRun], folder: Callable[[SweepRun], Path], other_results: str) -> list[str]:
+    """Return lines with each run that failed and its log, which is in its `folder`, and sentences about other results.
+
+    The sentences, if there are any, are apart from the failures, because they have another fix.
+    """
+    lines = ["", "Failed, with the errors above:"]
+    lines += [f"  {run.name} (log: {folder(run)}/log.txt)" for run in runs]
+    if other_results:
+        lines += ["", other_results]
+    return lines
 
 
 def find_other_runs(sweep: Any) -> list[Path]:

@@ -60,10 +60,10 @@ def print_means(sweep: Path, folders: list[str], has_own_reductions: bool) -> No
         print_table(*make_reduction_table(examples, reduction_numbers(rows)))
     print_sentences(*describe_left_out_runs(results, final))
     if not has_method:
-        print("There is no table, because the sweep has not chosen the learning rate of any method yet.")
-    print(f"\nAll results are in {DIAGNOSTICS_FOLDER}/results.jsonl of each run.")
+        print_sentences("There is no table, because the sweep has not chosen the learning rate of any method yet.")
+    print_sentences("", f"All results are in {DIAGNOSTICS_FOLDER}/results.jsonl of each run.")
     if groups and has_own_reductions:
-        print(
+        print_sentences(
             f"`{join_command('report', sweep)}` shows the loss reductions that the trainings themselves measured instead."
         )
     elif groups or losses:

@@ -39,7 +39,7 @@ from loopdropout_trainer.settings.recipe import build_part
 from loopdropout_trainer.sweeps.code import can_accept_other_results, describe_other_results
 from loopdropout_trainer.sweeps.counts import describe_other_runs, describe_uncounted
 from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time
-from loopdropout_trainer.terminal import titled
+from loopdropout_trainer.terminal import print_sentences, titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
@@ -58,7 +58,7 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
     running = _find_running(sweep)
     if command is None and running:
         num_ended, total = sweep.count()
-        print(
+        print_sentences(
             f"This process joins the sweep in {sweep.output_dir}, where others train {count(len(running), 'run')} now: "
             f"{num_ended} of {count(total, 'training')} have ended. `--dry_run true` prints the plan."
         )

@@ -30,6 +30,7 @@ from loopdropout_trainer.results.sweep_folder import LOCK
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 from loopdropout_trainer.sweeps.counts import name_runs
 from loopdropout_trainer.sweeps.run_times import MEASURING, RunKind, RunTimes, describe_left
+from loopdropout_trainer.terminal import print_sentences
 
 
 _BAR = re.compile(r"(\d+%\||\d+it).*\[.*\]$")
@@ -145,7 +146,7 @@ class Workers:
                 return
             self.is_waiting = True
             names = name_runs([run.name for run in pending])
-            print(f"Waiting, because other processes train all runs that can start now: {names}", flush=True)
+            print_sentences(f"Waiting, because other processes train all runs that can start now: {names}")
 
     def _train_unless_locked(self, run: Any, gpu: dict[str, str]) -> bool:
         """Train a run, unless another worker trains it or it is done. Return whether this worker trained it."""
@@ -173,7 +174,7 @@ class Workers:
         is_whole = kind.kind == MEASURING or not (was_trained or checkpoint)
         if not was_trained:
             self.unreported.add(run)
-        print(f"{run.name} {_describe_start(was_trained, checkpoint)} (log: {path})", flush=True)
+        print_sentences(f"{run.name} {_describe_start(was_trained, checkpoint)} (log: {path})")
         start = time.monotonic()
         with open(path, "a", encoding="utf-8") as log:
             log_start = log.tell()  # behind the lines of former starts
@@ -200,7 +201,7 @@ class Workers:
             if self.runs.is_done(run) or self.stopped.is_set():
                 self.last_message = None
                 self.runs.save_progress()
-                print(self._describe_end(run, was_trained), flush=True)
+                print_sentences(self._describe_end(run, was_trained))
             else:
                 self._record_failure(run, status, path, log_start)
 
@@ -235,7 +236,7 @@ class Workers:
                 f"{self.runs.describe_fix()}"
             )
         num_ended, total = self.runs.count()
-        print(f"{self.failures[run]} ({num_ended} of {total} trainings have ended)", flush=True)
+        print_sentences(f"{self.failures[run]} ({num_ended} of {total} trainings have ended)")
         self.last_message = None if was_stopped else message  # a signal says nothing about the other runs
 
     def measure_speed(self) -> float:

@@ -10,9 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -1566,6 +1568,33 @@ def test_sweep_workers_train_each_run_once(lab, monkeypatch):
     assert len(lab.log) == 10 and {gpu for *_, gpu in lab.log} == {"5", "7"}
     twice = {name for name, number in Counter(lab.runs).items() if number == 2}  # the choice, and its final evaluation
     assert twice == {f"{method}/lr_0.02/seed_101" for method in fields["methods"]}
+
+
+def test_lines_of_workers_fit_a_terminal(lab):
+    """Those of two workers, with a failed run, are wrapped between words. A path can be longer."""
+    lab.set_world(fails=["loop_dropout/lr_0.02"])
+    lab.sweep(methods=["lora", "loop_dropout"], workers=2, learning_rates=[0.02], seeds=[101])
+    master, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    os.set_blocking(master, False)
+    words = [lab.file, "--script", lab.folder / "lab"]
+    program = Program(ROOT / "recipes/sweep.py", *words, output=os.ttyname(terminal))
+    parts = []
+
+    def has_ended():
+        with suppress(BlockingIOError):
+            parts.append(os.read(master, 10_000))
+        return program.exit_code is not None
+
+    wait_for(has_ended)
+    has_ended()
+    os.close(terminal)
+    os.close(master)
+    lines = b"".join(parts).decode().splitlines()
+    start, end = lines.index("lora/lr_0.02/seed_101 starts (log:"), lines.index("Next:")
+    assert program.exit_code == 2 and "loop_dropout/lr_0.02/seed_101 starts (log:" in lines[start:end]
+    assert [line for line in lines[start:end] if len(line) > 80 and " " in line] == []
+    assert lines[-4:-2] == ["Failed, with the errors above:", "  loop_dropout/lr_0.02/seed_101 (log:"]
 
 
 def end_sweep(lab, signal_number):
