@@ -163,9 +163,9 @@ def _set_runs(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if row["task"] == "training" and row.get("training"):
             runs[row["training"]] = row["folder"]
-    read_once = cache(read_recipe)  # a run can have thousands of results
+    read_once, resolve_once = cache(read_recipe), cache(_resolve)  # a run can have thousands of results
     for row in rows:
-        row["run"] = training_folder(row, runs)
+        row["run"] = resolve_once(training_folder(row, runs))
         _set_recipe(row, read_once)
     unify_base_names(rows)
 
@@ -295,8 +295,13 @@ def describe_left_out_results(left_out: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def _resolve(folder: str) -> str:
+    """Return the absolute path of a folder, without links."""
+    return str(Path(folder).resolve())
+
+
 def training_folder(row: dict[str, Any], runs: dict[str, str]) -> str:
-    """Return the folder of the training of a result.
+    """Return the folder of the training of a result, as the results name it.
 
     A result that was measured elsewhere names its training by an identifier, which finds the run also after it was moved.
     Older results have the path of the adapter only.
@@ -306,8 +311,8 @@ def training_folder(row: dict[str, Any], runs: dict[str, str]) -> str:
         runs: Folders of the loaded runs by the identifier of their training.
     """
     if row.get("training") in runs:
-        return str(Path(runs[row["training"]]).resolve())
-    return str(Path(row.get("adapter") or row["folder"]).resolve())
+        return runs[row["training"]]
+    return row.get("adapter") or row["folder"]
 
 
 def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:

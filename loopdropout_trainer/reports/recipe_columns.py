@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from loopdropout_trainer.data.arguments import SFTDataArguments
 from loopdropout_trainer.results.run_files import is_of_base
@@ -56,7 +57,8 @@ def read_column(results: pd.DataFrame, name: str) -> pd.Series:
     values = results[name] if name in results else pd.Series(None, results.index, dtype=object)
     if not name.startswith(PREFIX):
         return values
-    values = values.map(_take_single)
+    if _has_lists(values):
+        values = values.map(_take_single)
     is_unnamed = values.isna()
     if "method" in results:
         is_unnamed &= ~is_of_base(results)  # it has only the settings that it depends on
@@ -68,6 +70,13 @@ def read_column(results: pd.DataFrame, name: str) -> pd.Series:
         of_rule = rules.index[rules.isna() if pd.isna(rule) else rules == rule]
         values[of_rule] = _default_of(name.removeprefix(PREFIX), None if pd.isna(rule) else rule)
     return values
+
+
+def _has_lists(values: pd.Series) -> bool:
+    """Return whether a column may hold lists, as texts. Each cell of a table asks, so only the different values are read."""
+    if is_numeric_dtype(values):
+        return False
+    return any(isinstance(value, str) and value.startswith("[") for value in values.unique())
 
 
 def _take_single(value: Any) -> Any:

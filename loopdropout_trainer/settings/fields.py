@@ -77,11 +77,12 @@ def default_of(own: Field) -> Any:
     return None if own.default is MISSING else own.default
 
 
-def single_types(hint: Any) -> set[Any]:
+@cache  # each training checks its 200 fields twice
+def single_types(hint: Any) -> frozenset[Any]:
     """Return the types of a type hint without unions: `{list[int], str, None}` for `list[int] | str | None`."""
     if get_origin(hint) in (Union, UnionType):
-        return set().union(*map(single_types, get_args(hint)))
-    return {None if hint is type(None) else hint}
+        return frozenset().union(*map(single_types, get_args(hint)))
+    return frozenset([None if hint is type(None) else hint])
 
 
 def items_of(value: Any) -> list[Any]:

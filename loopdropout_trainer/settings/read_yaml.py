@@ -102,7 +102,7 @@ def read_yaml(text: str, title: str) -> Any:
         raise UserError(f"{title} is not readable: {error}") from None
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def _parse(text: str) -> Any:
     """Return the value of a text. It is kept, because a training reads its recipe twenty times, which takes 0.1 seconds."""
     loader = _Loader(text)
