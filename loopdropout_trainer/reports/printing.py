@@ -92,8 +92,11 @@ def fit_cells(texts: pd.DataFrame, keys: Sequence[int], width: int) -> pd.DataFr
 
     The whole table fits if it can. Else each column fits next to the keys.
     """
+    cells = texts.map(wrap_cell, width=width)
+    if measure_columns(cells).sum() <= width + 2:  # as most tables, which need no narrower columns
+        return cells
     longest = measure_columns(texts.map(wrap_cell, width=1)) - 2
-    for limit in (width, *LINE_WIDTHS):
+    for limit in LINE_WIDTHS:
         cells = wrap_cells(texts, limit, longest)
         if measure_columns(cells).sum() <= width + 2:
             return cells
