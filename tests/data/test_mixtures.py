@@ -496,7 +496,7 @@ def test_mixtures_exclude_other_sources():
 RECIPE = {
     "model_name_or_path": "tiny-ouro", "dtype": "float32", "bf16": False, "use_cpu": True, "report_to": "none",
     "per_device_train_batch_size": 2, "max_steps": 3, "save_steps": 1, "save_total_limit": 3, "num_eval_examples": 2,
-    "output_dir": "run", "learning_rate": 1e-3, "max_length": 64,
+    "output_dir": "run", "learning_rate": 1e-3, "max_length": 64, "num_sample_completions": 0,
     "datasets": [{"path": "a.jsonl", "fraction": 0.75}, {"path": "b.jsonl", "fraction": 0.25}],
 }  # fmt: skip
 
@@ -536,13 +536,13 @@ def test_plan_and_card_show_the_mixture(capsys):
 
 
 def test_mixture_resumes_exactly_and_only_as_it_was(capsys):
-    sft(RECIPE)
+    sft(RECIPE, "--num_sample_completions", "1")
     weights = Path("run/adapter_model.safetensors").read_bytes()
     for name in ("run.json", "adapter_model.safetensors", "results.jsonl", "checkpoint-3"):
         path = Path("run", name)
         path.rename(path.with_name(f"old_{name}"))
     assert "\ncompletion: " in capsys.readouterr().out
-    sft(RECIPE, "--resume_from_checkpoint", "true", "--num_sample_completions", "0")
+    sft(RECIPE, "--resume_from_checkpoint", "true")
     assert "completion: " not in capsys.readouterr().out
     assert Path("run/adapter_model.safetensors").read_bytes() == weights
     other = {**RECIPE, "datasets": [{"path": "a.jsonl", "fraction": 0.5}, {"path": "b.jsonl", "fraction": 0.5}]}

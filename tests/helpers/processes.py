@@ -48,6 +48,8 @@ TRAINING = [
     "loopdropout_trainer.diagnostics",
     "loopdropout_trainer.evaluation",
     "loopdropout_trainer.jobs.job",
+    "loopdropout_trainer.jobs.progress",
+    "loopdropout_trainer.jobs.shown_results",
     "loopdropout_trainer.training.sft",
     "deepspeed",
 ]

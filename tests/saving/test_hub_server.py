@@ -36,12 +36,12 @@ push_merged_to_hub("merged", "me/branched", token="hf_mine", revision="v1")
 PRIVATE_RUN = """
 --max_steps 1 --num_train_examples 8 --num_eval_examples 8 --benchmarks null --eval_num_loops null
 --single_loop_accuracy false --compare_with null --output_dir run
---push_merged_to_hub true --hub_model_id me/secret --hub_private_repo true --hub_token hf_mine
+--num_sample_completions 0 --push_merged_to_hub true --hub_model_id me/secret --hub_private_repo true --hub_token hf_mine
 """
 COMPARED = """
 --max_steps 2 --save_steps 1 --num_train_examples 16 --num_eval_examples 8 --benchmark_limit 2 --eval_num_loops null
 --single_loop_accuracy false --merge false --output_dir run --push_to_hub true --hub_model_id me/compared
---hub_revision try-1 --hub_always_push true
+--hub_revision try-1 --hub_always_push true --num_sample_completions 0
 """
 READ = """
 import sys

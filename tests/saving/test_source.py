@@ -37,6 +37,7 @@ SETTINGS = {
     "preparation": "arithmetic", "num_train_examples": 8, "num_eval_examples": 4, "max_length": 64, "max_steps": 2,
     "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2, "bf16": "false",
     "dtype": "float32", "use_cpu": "true", "report_to": "none", "disable_tqdm": "true", "num_threads": 1,
+    "num_sample_completions": 0,
 }  # fmt: skip
 SHORT = [f"--{name}={value}" for name, value in SETTINGS.items()] + ["--arithmetic_steps", "1", "2"]
 

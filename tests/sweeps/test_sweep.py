@@ -1084,6 +1084,7 @@ def test_changed_code_of_an_import_is_named(lab, forks, capsys):
     rule = lab.folder / "own.py"
     rule.write_text(BROKEN_RULE.replace("== 2", "== 9"))
     recipe = {"benchmarks": None, "single_loop_batches": 0, "compare_with": None, "num_train_examples": 8}
+    recipe["num_sample_completions"] = 0
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, **recipe}))
     fields = {"recipe": str(lab.recipe), "output_dir": str(lab.out), "seeds": [1], "methods": ["broken", "lora"]}
     fields |= {"learning_rates": [0.01], "select_on": "eval_loss"}
@@ -1275,8 +1276,10 @@ def test_failed_training_begins_again_with_changed_code(lab, forks, capsys):
         "max_steps": 3,
         "save_steps": 1,
         "logging_steps": 1,
+        "num_train_examples": 8,
+        "num_sample_completions": 0,
     }
-    lab.recipe.write_text(yaml.safe_dump({**RECIPE, **recipe, "num_train_examples": 8}))
+    lab.recipe.write_text(yaml.safe_dump({**RECIPE, **recipe}))
     fields = {"recipe": str(lab.recipe), "output_dir": str(lab.out), "seeds": [1], "methods": ["broken"]}
     Path(lab.file).write_text(yaml.safe_dump({**fields, "learning_rates": [0.01], "select_on": "eval_loss"}))
     run = lab.out / "broken/lr_0.01/seed_1"
