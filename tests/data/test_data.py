@@ -682,11 +682,12 @@ def page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs/own_data.md").read_text()
     names = (
-        "rows recipe dry_run printed training more mixed mixing mixture chats chat_recipe chatting turns gpu on_gpu"
+        "rows recipe dry_run printed training sweep sweeping chosen more mixed mixing mixture chats chat_recipe chatting "
+        "turns gpu on_gpu"
     )
     blocks = dict(zip([*names.split(), "snippet"], re.findall(r"(?ms)^```\w*\n(.*?)^```", text), strict=True))
     files = {"questions.jsonl": "rows", "mine.yaml": "recipe", "more.jsonl": "more", "mixed.yaml": "mixed"}
-    files |= {"chats.jsonl": "chats", "chats.yaml": "chat_recipe", "mine_24gb.yaml": "gpu"}
+    files |= {"mine_sweep.yaml": "sweep", "chats.jsonl": "chats", "chats.yaml": "chat_recipe", "mine_24gb.yaml": "gpu"}
     for file, name in files.items():
         Path(file).write_text(blocks[name])
     return blocks
@@ -711,6 +712,16 @@ def test_own_data_page_shows_real_output(page, capsys):
     Path("mine_24gb.yaml").write_text(page["gpu"].replace("num_eval_examples: 100", "num_eval_examples: 1"))
     run(f"{page['on_gpu'].splitlines()[0]} --model_name_or_path tiny-ouro")
     assert "examples    2, 1 held out" in capsys.readouterr().out
+
+
+def test_own_data_page_sweeps(page, capsys):
+    """The trainings take a minute, so the plan shows that the printed choice is one of this recipe."""
+    run(f"{page['sweeping'].rstrip()} --dry_run true")
+    output = capsys.readouterr().out
+    methods = re.findall(r"(?m)^(\S+): learning rate", page["chosen"])
+    rates = re.findall(r"(?m)^  (\S+) +held-out loss", page["chosen"])
+    assert f"methods         {', '.join(methods)}\n" in output and output.startswith(f"{len(rates)} trainings\n")
+    assert f"learning rates  {', '.join(rates[:2])}\n" in output and "best on eval_loss" in output
 
 
 def test_own_data_page_mixes_data_sets(page, capsys):
@@ -792,12 +803,12 @@ def test_wrong_csv_files_name_the_line(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
 def test_csv_files_of_spreadsheets(tmp_path, tokenizer, separator, recwarn):
-    """With a mark of UTF-8, quotes over lines, and an empty cell at the end of each row."""
-    rows = [["prompt", "completion"], ['"1\n""2"""', '"a, b; c"', ""], ["3", "4" * 140_000, ""]]
+    """With a mark of UTF-8, quotes over lines of each kind, and an empty cell at the end of each row."""
+    rows = [["prompt", "completion"], ['"1\n\r\n\r""2"""', '"a, b; c"', ""], ["3", "4" * 140_000, ""]]
     text = "".join(separator.join(row) + "\n" for row in rows)
     (tmp_path / "rows.csv").write_text(text, encoding="utf-8-sig")
     data = load_datasets(DataArguments(train_files=[str(tmp_path / "rows.csv")]), tokenizer)["train"]
-    assert [(row["prompt"], row["completion"]) for row in data] == [('1\n"2"', "a, b; c"), ("3", "4" * 140_000)]
+    assert [(row["prompt"], row["completion"]) for row in data] == [('1\n\r\n\r"2"', "a, b; c"), ("3", "4" * 140_000)]
     assert not [warning for warning in recwarn if "Length of header" in str(warning.message)]
 
 
