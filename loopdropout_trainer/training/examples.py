@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import cached_file
 
+from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.columns import check_one_format
 from loopdropout_trainer.data.files import error_in_row
 from loopdropout_trainer.data.formats import (
@@ -127,6 +129,15 @@ def name_datasets(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"`{argument}[{name!r}]`", part
         else:
             yield f"`{argument}`", dataset
+
+
+def hide_bars_of_few(arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Hide the progress bars of `datasets` in a block that prepares the datasets among some arguments, if they are short."""
+    num_rows = 0.0
+    for _, dataset in name_datasets(arguments):
+        if dataset is not None:
+            num_rows += len(dataset) if isinstance(dataset, Sized) else math.inf  # a stream
+    return hide_short_bars(num_rows=num_rows)
 
 
 def check_datasets(arguments: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.training.examples import (
     check_datasets,
     check_token_ids,
+    hide_bars_of_few,
     hide_length_warnings,
     name_datasets,
     skips_preparation,
@@ -65,7 +66,7 @@ def _check_own(trainer: Any, argument: str) -> None:
 
 def _prepare(trainer: Any, argument: str, dataset: Any) -> Any:
     is_prediction = argument == "test_dataset"
-    with hide_length_warnings(trainer.args):
+    with hide_length_warnings(trainer.args), hide_bars_of_few({argument: dataset}):
         return _prepare_parts(trainer, argument, dataset, is_prediction)
 
 

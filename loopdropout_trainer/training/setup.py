@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import PredictionOutput
 
-from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gate_state import BatchOptions, GatedBatch, GateState
@@ -57,6 +55,7 @@ from loopdropout_trainer.training.examples import (
     choose_template,
     describe_prompts,
     explain_row,
+    hide_bars_of_few,
     hide_length_warnings,
     name_datasets,
     skips_preparation,
@@ -99,7 +98,7 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
             with (
                 explain_imports(_name_of(arguments["model"])),
                 explain_keywords(arguments["args"].model_init_kwargs or {}),
-                hide_short_bars(num_rows=_count_examples(arguments)),
+                hide_bars_of_few(arguments),
                 hide_library_warnings(),
                 hide_length_warnings(arguments["args"]),
             ):
@@ -112,12 +111,6 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
         self.keep_fields()
 
     return gated_init
-
-
-def _count_examples(arguments: Mapping[str, Any]) -> float:
-    """Return the number of the examples that a trainer prepares, which is infinite for streams."""
-    datasets = [dataset for _, dataset in name_datasets(arguments) if dataset is not None]
-    return sum(len(dataset) if isinstance(dataset, Sized) else math.inf for dataset in datasets)
 
 
 class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, OptimizerMixin, OwnAcceleratorMixin):
@@ -342,7 +335,8 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         check_present(self.model)
         eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
         self.forget_drawn_gates()
-        with hide_library_warnings(), closing_bars(self), self.step_clock.pause():
+        hide_bars = hide_bars_of_few({"eval_dataset": eval_dataset})  # newer releases of TRL prepare again
+        with hide_library_warnings(), closing_bars(self), self.step_clock.pause(), hide_bars:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(

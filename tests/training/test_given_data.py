@@ -10,7 +10,7 @@ from loopdropout_trainer.training.given_data import prepare_given
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_raw_data_is_prepared_as_in_training(make_sft, dataset, packing):
+def test_raw_data_is_prepared_as_in_training(make_sft, dataset, packing, capsys):
     trainer = make_sft(rows=dataset, packing=packing, max_length=32, shuffle_dataset=True)
     raw = dataset.select(range(4))  # the trainer's own held-out data
     own = trainer.evaluate()["eval_loss"]
@@ -19,6 +19,7 @@ def test_raw_data_is_prepared_as_in_training(make_sft, dataset, packing):
     # TRL would pack the rows again.
     assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == pytest.approx(own, rel=1e-5)
     assert trainer.predict(raw).metrics["test_loss"] == pytest.approx(own, rel=1e-2)
+    assert "examples/s" not in capsys.readouterr().err  # bars of short work
 
 
 def test_predictions_have_the_order_of_the_examples(make_sft, dataset):
