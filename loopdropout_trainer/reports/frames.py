@@ -274,8 +274,8 @@ def _empty_recipe(row: dict[str, Any], kept: Collection[str] = ()) -> None:
 
 
 REPEATED = (
-    "the trainings measured the same themselves, perhaps on other examples, on which a table may then have the base model "
-    "alone. The numbers are in results.jsonl there."
+    "the trainings measured the same themselves, perhaps on other examples, so that the tables compare all trainings on the "
+    "same ones. The numbers are in results.jsonl there."
 )
 REPLACED = "later trainings replaced the measured weights. Measure the present ones again."
 OTHER_NUMBER = (

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from loopdropout_trainer.errors import join_command
 from loopdropout_trainer.files import is_checkpoint
-from loopdropout_trainer.results.run_files import DEVELOPMENT, is_of_training, measurement_key, read_run, weights_of
+from loopdropout_trainer.results.run_files import (
+    DEVELOPMENT,
+    DIAGNOSTIC_METRICS,
+    is_of_base,
+    is_of_training,
+    measurement_key,
+    read_run,
+    weights_of,
+)
 from loopdropout_trainer.results.sweep_folder import RUN_NAME, folder_of_run
 
 
@@ -20,7 +28,8 @@ def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
     """Divide results into those that are shown, and those that repeat a measurement of a training itself.
 
     A training's own result is the one in its run's folder without the column `adapter`. `evaluate` and `diagnose` can measure
-    the same again, perhaps on another number of examples, so that the results of two runs are not comparable any more.
+    the same again, perhaps on another number of examples, so that the results of two runs are not comparable any more. Losses
+    of the base model on these examples are left out, too, if nothing else that is shown was measured on them.
 
     Args:
         rows: Results of `read_results` with the column `run`, the folder of their training.
@@ -39,7 +48,28 @@ def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
             shown.append(row)
         else:
             repeated.append(row)
-    return shown, repeated
+    lone = _find_lone_bases(shown, repeated)
+    return [row for row in shown if id(row) not in lone], [*repeated, *(row for row in shown if id(row) in lone)]
+
+
+def _find_lone_bases(shown: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any]]) -> set[int]:
+    """Return the `id` of each loss of the base model on examples on which the losses of all trained models are left out.
+
+    A table of such examples would have the base model alone, next to the table of the trainings' own examples.
+    """
+    compared = {_examples_key(row) for row in shown if not is_of_base(row)}
+    left_out = {_examples_key(row) for row in repeated if not is_of_base(row)}
+    lone = set()
+    for row in shown:
+        is_loss = is_of_base(row) and row["metric"] in DIAGNOSTIC_METRICS
+        if is_loss and _examples_key(row) in left_out - compared:
+            lone.add(id(row))
+    return lone
+
+
+def _examples_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return which table a loss belongs to: those of the same metric, examples and depth are compared."""
+    return row["metric"], row["task"], row.get("n"), row.get("num_loops")
 
 
 def split_choices(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -514,7 +514,8 @@ def test_diagnose_leaves_the_results_of_trainings(saved, tmp_path, capsys):
     place = f"2 folders such as {folders[0]}"
     assert results.attrs["left_out"].startswith(f"Left out: 16 results in {place}, because the trainings ")
     assert (
-        "perhaps on other examples, on which a table may then have the base model alone." in results.attrs["left_out"]
+        "perhaps on other examples, so that the tables compare all trainings on the same ones."
+        in results.attrs["left_out"]
     )
     assert {*load_results(folders[0]).query("metric == 'loss_reduction'")["n"]} != {246}
     assert load_results(folders[0]).attrs["left_out"] == ""

@@ -2069,6 +2069,26 @@ def test_base_model_of_a_failed_training_is_not_measured_again(tmp_path):
     assert (len(shown), len(repeated)) == (3, 0)
 
 
+def test_losses_of_the_base_model_alone_are_left_out(tmp_path):
+    """`diagnose` has measured one of two runs again on more examples, and the base model on these only."""
+    losses = {"metric": "readout_loss", "task": "development", "unit": "nats", "loop": 1, "value": 3.0}
+    base = {**losses, "method": "base model", "gates": "none", "n": 82}
+    for name in ("lora", "loop_dropout"):
+        trained = {"metric": "eval_loss", "task": "training", "value": 2.0}
+        write(tmp_path / name, [trained, {**losses, "n": 16}], {"rule": name}, method=name)
+        write_run(tmp_path / name, status="finished")
+    again = {**losses, "n": 82, "adapter": str(tmp_path / "lora")}
+    write(
+        tmp_path / "lora" / "diagnostics",
+        [again, {**base, "adapter": again["adapter"]}],
+        {"rule": "lora"},
+        method="lora",
+    )
+    results = frames.load_results(tmp_path)
+    assert {*results.query("metric == 'readout_loss'")["n"]} == {16}
+    assert results.attrs["left_out"].startswith(f"Left out: 2 results in {tmp_path}/lora/diagnostics, ")
+
+
 def test_trainings_of_several_depths_have_their_own_lines(tmp_path, capsys):
     """Also the loss of the base model, and trainings at the model's own depth, which their recipes may not name."""
     for name, depth, seed in (("a", None, 1), ("b", 4, 2), ("c", 2, 1)):
