@@ -119,6 +119,9 @@ def model_hint(name: str) -> str:
     found = closest_match(name, ["tiny-ouro"])
     if found:
         return found
+    of_recipe = _recipe_of_path(name)
+    if of_recipe:
+        return of_recipe
     if "/" in name:
         return folder_hint(name) or _known_model_hint(name)
     return _known_model_hint(name) or folder_hint(name)
@@ -184,13 +187,43 @@ def find_similar_file(name: str, others: Iterable[str]) -> str | None:
     return nearest[0]
 
 
+READ_RECIPES: dict[Path, Any] = {}
+"""Content of each recipe that this process has read, by its path as it was given."""
+
+
+def _recipe_of_path(name: str) -> str:
+    """Return the end of a message about a relative path of a recipe that leads there from another folder, or ""."""
+    if Path(name).is_absolute():
+        return ""
+    for recipe, content in READ_RECIPES.items():
+        if _holds_text(content, name):
+            for folder in recipe.absolute().parents:
+                if (folder / name).exists():
+                    return (
+                        f" The recipe {recipe} has this path, which leads to it from {folder}. Run the command there."
+                    )
+    return ""
+
+
+def _holds_text(content: Any, text: str) -> bool:
+    """Return whether a text is among the values of a recipe, also inside of its lists and mappings."""
+    if isinstance(content, dict):
+        content = [*content.values()]
+    if isinstance(content, list):
+        return any(_holds_text(item, text) for item in content)
+    return content == text
+
+
 def file_hint(path: Path, is_readable: Callable[[str], bool]) -> str:
-    """Return the end of a message about a file that does not exist, with a path that is nearly the same.
+    """Return the end of a message about a file that does not exist, with a path that is nearly the same, or its recipe.
 
     Args:
         path: Path of the file.
         is_readable: Function that returns whether a file of a name can be meant.
     """
+    of_recipe = _recipe_of_path(str(path))
+    if of_recipe:
+        return of_recipe
     folder = _find_similar_folder(path.parent, cutoff=_SIMILAR_FILE)
     if folder is None:
         return ""

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from loopdropout_trainer.errors import UserError, find_unusable, short_repr
+from loopdropout_trainer.files import READ_RECIPES
 
 
 LARGEST_FILE = 500_000
@@ -81,7 +82,9 @@ def read_yaml_file(path: Path, title: str) -> Any:
         raise UserError(f"{title} is not readable: {error}") from None
     if len(content) > LARGEST_FILE:
         raise UserError(f"{title} must have at most {LARGEST_FILE:,} bytes.")
-    return read_yaml(text, title)
+    value = read_yaml(text, title)
+    READ_RECIPES[path] = value
+    return value
 
 
 def read_yaml(text: str, title: str) -> Any:

@@ -1,6 +1,7 @@
 """Recipes: how YAML files and command lines become settings, and the settings of the package's recipes."""
 
 import dataclasses
+import json
 import re
 import sys
 from dataclasses import dataclass, fields
@@ -541,3 +542,33 @@ def test_habitual_field_of_another_script_has_no_hint():
     """`diagnose` has a field `task` and no `benchmarks`, so a hint to a field like `own_benchmarks` would mislead."""
     with user_error("`tasks` is not a field of this script. Did you mean 'task'"):
         parse(load_script("recipes/diagnose.py").ARGUMENTS, ["--tasks", "gsm8k"])
+
+
+def test_recipe_of_another_folder_has_its_paths_named(tmp_path, monkeypatch):
+    """A run keeps the paths of its recipe as they are. From another folder, the errors name the recipe and its folder."""
+    home = tmp_path / "home"
+    run = home / "out/run"
+    run.mkdir(parents=True)
+    for name in ("rows.jsonl", "template.jinja", "problems.jsonl"):
+        (home / name).touch()
+    (home / "mine").mkdir()
+    own = {"capitals": {"files": ["problems.jsonl"], "like": "gsm8k"}}
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for recipe, start in (
+        ({"train_files": ["rows.jsonl"]}, "The file rows.jsonl does not exist."),
+        (
+            {"preparation": "arithmetic", "model_name_or_path": "mine"},
+            "There is no folder mine, and a model on the Hub",
+        ),
+        ({"chat_template": "template.jinja"}, "`chat_template` must be "),
+        (
+            {"benchmarks": ["capitals"], "own_benchmarks": own},
+            "`files` of the benchmark `capitals` must be files, and ",
+        ),
+    ):
+        (run / "recipe.yaml").write_text(json.dumps({"model_name_or_path": "tiny-ouro", **recipe}))
+        hint = f" The recipe {run}/recipe.yaml has this path, which leads to it from {home}. Run the command there."
+        script = "evaluate" if "benchmarks" in recipe else "sft"
+        with user_error(f"^{re.escape(start)}.*{re.escape(hint)}$"):
+            load_script(f"recipes/{script}.py").main([f"{run}/recipe.yaml", "--dry_run", "true"])
