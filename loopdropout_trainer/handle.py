@@ -168,6 +168,7 @@ class LoopDropoutHandle:
 
     @property
     def rule(self) -> GateRule:
+        """Rule that draws the gates. Another one that only draws gates can be set, also by its name."""
         return self._rule
 
     @rule.setter
@@ -178,6 +179,7 @@ class LoopDropoutHandle:
 
     @property
     def p(self) -> float | tuple[float, ...] | None:
+        """Drop probability of the rule, or None. Setting it makes a new rule."""
         return getattr(self.rule, "p", None)
 
     @p.setter

@@ -59,7 +59,7 @@ def renamed_attribute(old: str, new: str) -> property:
         _warn(old, new, 2)
         return getattr(instance, new)
 
-    return property(read)
+    return property(read, doc=f"Old name of `{new}`.")
 
 
 def take_old_attribute(cls: type, old: str, new: str) -> None:

@@ -149,13 +149,13 @@ class GatingMixin:
             self.args.p = before
             raise
 
-    def set_rule(self, args: GateConfig) -> None:
+    def _make_rule(self, args: GateConfig) -> None:
         """Make the rule by `args`, which may have changed since they were made, and keep the values that it is made of."""
         self._rule = args.take_own_p()
         self._known_rules: dict[str, GateRule] = {}
         self._made_with = copy_fields(args, RULE_FIELDS)
 
-    def keep_fields(self) -> None:
+    def _keep_fields(self) -> None:
         """Keep the values of all fields that this trainer has read by now, and will not read again."""
         self._made_with = copy_fields(self.args)
         self._has_read_fields = True
@@ -175,7 +175,7 @@ class GatingMixin:
         self.gate_state.rule = self.rule
         self.physical_layers = physical_layers(self.model)  # [M]
         self._adapted_layers = adapted_layers(self.model)
-        self.batch_options = self.find_batch_options()
+        self.batch_options = self._find_batch_options()
         for callback in self.step_callbacks:
             callback.trainer, callback.rule = self, self.rule
         if self.looped.trained_with.get("training_id") is None:  # else the weights still come from that training
@@ -209,7 +209,7 @@ class GatingMixin:
             output.metrics[f"{metric_key_prefix}{OTHER_DEPTH}"] = self.num_loops
         return output
 
-    def check_surroundings(self) -> None:
+    def _check_surroundings(self) -> None:
         """Raise UserError if `train` runs inside of a block that it would ignore, or in which nothing would train."""
         if not torch.is_grad_enabled():
             raise UserError("`train()` must run outside of `torch.no_grad()` and `torch.inference_mode()`.")
@@ -220,7 +220,7 @@ class GatingMixin:
                 "other gates."
             )
 
-    def check_adapter(self) -> None:
+    def _check_adapter(self) -> None:
         """Raise UserError if a callback has merged, switched off, frozen or replaced the adapter that trains."""
         adapter = self.looped.trained_adapter
         layers = self._adapted_layers
@@ -234,16 +234,16 @@ class GatingMixin:
             "otherwise. Undo the change at the end of the callback that makes it, for example by `model.unmerge_adapter()`."
         )
 
-    def forget_drawn_gates(self) -> None:
+    def _forget_drawn_gates(self) -> None:
         """Return to unit gates, if a trainer of this model has drawn the current gates. Those of `use_gates` stay."""
         if self.gate_state.is_drawn:
             self.gate_state.reset()
 
-    def keep_head(self) -> None:
-        """Keep the `forward` with the fused head that TRL's trainer has put on the model, for `restore_head`."""
+    def _keep_head(self) -> None:
+        """Keep the `forward` with the fused head that TRL's trainer has put on the model, for `_restore_head`."""
         self._forward = vars(self.model.get_base_model()).get("forward")
 
-    def restore_head(self) -> None:
+    def _restore_head(self) -> None:
         """Put this trainer's fused head on the model again, which another trainer of the model may have replaced.
 
         The heads of SFT, DPO and GRPO return other values, and the one of GRPO divides the logits by its temperature.
@@ -290,14 +290,14 @@ class GatingMixin:
                 f"{now['rule_args'] or now['p']}. Set a new rule by `trainer.rule = {type(self._rule).__name__}(...)`."
             )
 
-    def check_fields(self) -> None:
+    def _check_fields(self) -> None:
         """Raise UserError if a callback has changed the fields of the rule or the depths since the training began."""
         for name in find_changed(self.args, {name: self._made_with[name] for name in RULE_FIELDS}):
             raise _changed_in_training(name, self._made_with[name], getattr(self.args, name))
 
-    def check_unchanged(self) -> None:
+    def _check_unchanged(self) -> None:
         """Raise UserError if somebody has changed the rule's fields or the depth since the training began, which read them."""
-        self.check_fields()
+        self._check_fields()
         low, high = self.looped.trained_with["depths"]
         if low <= self.num_loops <= high:
             return
@@ -307,7 +307,7 @@ class GatingMixin:
             f"`with use_depth(model, {self.num_loops}):`."
         )
 
-    def find_batch_options(self) -> BatchOptions:
+    def _find_batch_options(self) -> BatchOptions:
         """Return the optimizations that training may use."""
         args = self.args
         has_noise = args.neftune_noise_alpha is not None  # which becomes smaller with the length of a row

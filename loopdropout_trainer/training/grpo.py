@@ -63,7 +63,7 @@ class LoopDropoutGRPOTrainer(ReferenceMixin, GateSamplingMixin, GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """Compute log-probabilities with the further inputs that the model needs, as in generation."""
-        self.restore_head()  # TRL also calls it outside of `compute_loss`
+        self._restore_head()  # TRL also calls it outside of `compute_loss`
         completion_mask = attention_mask.clone()
         completion_mask[:, :-logits_to_keep] = 0
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "completion_mask": completion_mask}

@@ -41,7 +41,7 @@ class OptimizerMixin:
     optimized_adapter: str | None = None
     """Name of the adapter that an optimizer of this trainer was made for, or None for an optimizer of the user."""
 
-    def forget_other_optimizer(self) -> None:
+    def _forget_other_optimizer(self) -> None:
         """Let the next training make a new optimizer if the active adapter or a field of the optimizer has changed."""
         if self.optimized_adapter is None:
             return
@@ -79,7 +79,7 @@ class OptimizerMixin:
         self.lr_scheduler = LambdaLR(scheduler.optimizer, factors)
         return self.lr_scheduler
 
-    def check_optimizer(self) -> None:
+    def _check_optimizer(self) -> None:
         """Raise UserError if a given optimizer would not train the adapter as the arguments say."""
         if self.args.loraplus_lr_ratio is not None:
             raise UserError("Set either `loraplus_lr_ratio` or `optimizers` with an optimizer of your own, not both.")
@@ -90,7 +90,7 @@ class OptimizerMixin:
                 "its adapter (`get_peft_model`), and make the optimizer from its parameters."
             )
 
-    def check_packages(self) -> None:
+    def _check_packages(self) -> None:
         """Raise UserError if the optimizer or the fused kernels need a package that is not installed."""
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             with explain_optimizer(self.args):

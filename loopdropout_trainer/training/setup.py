@@ -108,7 +108,7 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
                 explain_row(arguments, self.formats(arguments["args"]), arguments["processing_class"])
             raise
         self.after_init()
-        self.keep_fields()
+        self._keep_fields()
 
     return gated_init
 
@@ -189,7 +189,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
             skeleton = self._check_named_model(model, revision, args)
         check_given(args, arguments)
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
-        self.set_rule(args)
+        self._make_rule(args)
         check_draws(args, self.rule, self.runs_several_draws)
         self.step_metrics = defaultdict(list)
         self.formatting_func = arguments.get("formatting_func")
@@ -312,14 +312,14 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
             check_token_ids(title, dataset, vocabulary)
         check_processes(self.accelerator, self.args)
         check_sampling(self.args, self.train_dataset)
-        self.check_packages()
+        self._check_packages()
         float32_adapter(self.model, self._given_weights)
         self._record_base()
         self.looped.training_tokenizer = self.processing_class
-        self.keep_head()
+        self._keep_head()
         self.prepare_gates()
         if self.optimizer is not None:
-            self.check_optimizer()
+            self._check_optimizer()
 
     def _record_base(self) -> None:
         """Record the commit and the weights of the base model. PEFT's configuration saves the commit, too."""
@@ -334,7 +334,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         """Evaluate with all gates at 1, as transformers' Trainer does. A dataset is prepared as the training data."""
         check_present(self.model)
         eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
-        self.forget_drawn_gates()
+        self._forget_drawn_gates()
         hide_bars = hide_bars_of_few({"eval_dataset": eval_dataset})  # newer releases of TRL prepare again
         with hide_library_warnings(), closing_bars(self), self.step_clock.pause(), hide_bars:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -348,7 +348,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         """
         check_present(self.model)
         test_dataset = prepare_given(self, "test_dataset", test_dataset)
-        self.forget_drawn_gates()
+        self._forget_drawn_gates()
         with hide_library_warnings(), closing_bars(self):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
@@ -384,7 +384,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
             **self.start,
         }
 
-    def report_early_stop(self, resuming: str) -> None:
+    def _report_early_stop(self, resuming: str) -> None:
         """Log that the training stopped early, if it did. `resuming`: code or option that continues it."""
         if self.early_stop_callback is not None:
             self.early_stop_callback.report_stop(self.args, self.state, resuming)

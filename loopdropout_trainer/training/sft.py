@@ -65,13 +65,13 @@ class GateSamplingMixin(AdapterTrainingMixin):
     ) -> Tensor | tuple[Tensor, Any]:
         """Draw the gates of a training micro-batch and compute the loss under them. In evaluation, gates are one."""
         if model.training and self.is_in_train:
-            self.check_adapter()
-        self.restore_head()
+            self._check_adapter()
+        self._restore_head()
         inputs = dict(self.looped.complete_batch(inputs))
         if model.training:
             self.draw_gates(inputs)
         else:
-            self.forget_drawn_gates()
+            self._forget_drawn_gates()
         inputs.pop("example_ids", None)
         with ExitStack() as stack:
             stack.enter_context(self._mark_loss())
@@ -117,7 +117,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         if self.gate_state.rule is not self.rule:  # another trainer of this model has put its gates on it
             self.prepare_gates()
         if self.is_in_train:
-            self.check_unchanged()
+            self._check_unchanged()
         self.last_gates = self.sample_gates(inputs)
         self.num_trained = 0
         if has_targets(inputs):
@@ -183,12 +183,12 @@ class GateSamplingMixin(AdapterTrainingMixin):
         adapter of this trainer, or starts if there is no checkpoint, unless this trainer has trained its model before. The
         data must be the data of the checkpoint.
         """
-        self.check_surroundings()
+        self._check_surroundings()
         check_metric(self)
         num_loops = self.num_loops
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
-        self.forget_drawn_gates()  # GRPO generates before its first loss
-        self.forget_other_optimizer()
+        self._forget_drawn_gates()  # GRPO generates before its first loss
+        self._forget_other_optimizer()
         checkpoint = find_resumable(self, resume_from_checkpoint)
         self._identify_training(checkpoint)
         if self.is_world_process_zero():
@@ -210,10 +210,10 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 stack.enter_context(self._record_stop())
                 with ended_early(self, checkpoint), explain_metrics(self):
                     output = super().train(checkpoint, trial, ignore_keys_for_eval)
-                    self.report_early_stop(describe_resuming(self))
+                    self._report_early_stop(describe_resuming(self))
                 self.stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
                 warn_of_unsaved_best(self.args, self.state)
-                self.check_fields()  # a callback may have changed a field after the last draw
+                self._check_fields()  # a callback may have changed a field after the last draw
                 self.record_training()
                 self._record_facts()
                 self.looped.run_folder = folder

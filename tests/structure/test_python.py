@@ -1,5 +1,6 @@
 """What somebody meets in Python: names that complete, and errors whose traceback ends soon after their own code."""
 
+import inspect
 import traceback
 from types import SimpleNamespace
 
@@ -8,6 +9,9 @@ import pytest
 import loopdropout_trainer
 from helpers.tiny import tiny_ouro
 from loopdropout_trainer import (
+    GateRule,
+    LoopDropoutConfig,
+    LoopDropoutSFTTrainer,
     data,
     evaluation,
     load_model,
@@ -18,7 +22,8 @@ from loopdropout_trainer import (
     use_gates,
 )
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.evaluation import own_benchmark
+from loopdropout_trainer.evaluation import LoopedLM, own_benchmark
+from loopdropout_trainer.handle import LoopDropoutHandle
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -30,6 +35,19 @@ def test_completion_offers_public_names_only():
     for package in (data, evaluation):
         assert dir(package) == sorted(package.__all__)
     assert use_depth is looped.use_depth
+
+
+@pytest.mark.parametrize("cls", [LoopDropoutSFTTrainer, LoopDropoutConfig, LoopDropoutHandle, GateRule, LoopedLM])
+def test_names_of_a_class_are_explained(cls):
+    """Completion offers them, and `help` prints their docstrings."""
+    own = [part for part in cls.__mro__ if part.__module__.startswith("loopdropout_trainer.")]
+    names = {name for part in own for name in vars(part) if not name.startswith("_")}
+    steps = ("check_fields", "check_unchanged", "forget_drawn_gates", "keep_head", "restore_head")  # of `train` alone
+    assert names and names.isdisjoint(steps)
+    for name in names:
+        value = inspect.getattr_static(cls, name)
+        is_explained = not callable(value) and not isinstance(value, property | classmethod)  # in the class docstring
+        assert is_explained or inspect.getdoc(value) or inspect.getdoc(getattr(cls, name)), name
 
 
 def own_task(tmp_path):
