@@ -70,22 +70,31 @@ def download_files(name: str, revision: str | None, what: str, patterns: Sequenc
     except RevisionNotFoundError:
         raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from None
     except (OSError, ValueError) as error:
-        reason = first_line(error).rstrip(".")
-        is_path = "/" in name and means_folder(name)  # such as recipes/missing, next to which there are other files
-        if is_unreachable(error) and not is_path:  # so nobody knows whether the repository is there
-            raise UserError(
-                f"The {what} {name} cannot be loaded: there is no folder of this name, and the Hub cannot be reached "
-                f"({reason}).{hint()}"
-            ) from None
-        if means_folder(name):
-            raise UserError(
-                f"There is no folder {name}, and no {what} of this name that can be read on the Hub.{hint()}"
-            ) from None
-        raise UserError(
-            f"The {what} {name} cannot be loaded: there is no folder of this name, and no repository that can be read on the "
-            f"Hub ({reason}).{hint()}{hint_at_login(error)}"
-        ) from None
+        raise _explain_missing(name, what, error, hint()) from None
     return Path(folder), Path(folder).name
+
+
+def _explain_missing(name: str, what: str, error: Exception, hint: str) -> UserError:
+    """Return the error about a name that is neither a folder nor a repository that can be read.
+
+    Args:
+        name: Name of the repository, as the user typed it.
+        what: Noun for the thing in messages.
+        error: Error of the Hub's client.
+        hint: Sentence about the name that is meant, or "".
+    """
+    is_path = means_folder(name)
+    if is_unreachable(error) and not ("/" in name and is_path):  # so nobody knows whether the repository is there
+        cause = "the Hub cannot be reached"
+    elif is_path:  # such as recipes/missing, next to which there are other files
+        return UserError(f"There is no folder {name}, and no {what} of this name that can be read on the Hub.{hint}")
+    else:
+        cause = "no repository that can be read on the Hub"
+        hint += hint_at_login(error)
+    reason = first_line(error).rstrip(".")
+    return UserError(
+        f"The {what} {name} cannot be loaded: there is no folder of this name, and {cause} ({reason}).{hint}"
+    )
 
 
 def is_downloaded(name: str) -> bool:

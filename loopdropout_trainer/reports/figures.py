@@ -108,9 +108,8 @@ def overview_figure(results: pd.DataFrame) -> Any:
     # A run can have those of its reference solutions and of held-out examples, or of different numbers of them.
     of_task = [rows for rows in groups.values() if task in {*rows["task"]}]
     reductions = next(iter(of_task or groups.values()), results.iloc[:0])
-    of_all_loops = accuracy[
-        accuracy["loop"].isna() & accuracy["gates"].isin(["unit", "none"])
-    ]  # not under chosen gates
+    is_ungated = accuracy["gates"].isin(["unit", "none"])  # and not under chosen gates
+    of_all_loops = accuracy[accuracy["loop"].isna() & is_ungated]
     panels = {
         "K loops at inference": of_all_loops.assign(loop=of_all_loops["num_loops"]),
         "accuracy with the adapter in one loop": accuracy,
