@@ -64,6 +64,7 @@ from loopdropout_trainer.results.run_files import (
     is_of_training,
     read_own_results,
 )
+from loopdropout_trainer.results.sweep_scores import PER_TOKEN, name_loss_unit
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state, newest_checkpoint
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import option
@@ -289,7 +290,10 @@ def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:
     ]
     if numbers["chose"].any():
         about.append(CHOICE_NOTE.format("losses"))
-    text = TableText(fit_title(LOSS_TITLE, numbers), about, describe_missing_base_loss(results))
+    title = LOSS_TITLE
+    if name_loss_unit(results.loc[results["metric"] == "eval_loss", "run"].unique()) != PER_TOKEN:
+        title = title.replace(f"in {PER_TOKEN}", "per pair")
+    text = TableText(fit_title(title, numbers), about, describe_missing_base_loss(results))
     save_table(numbers, loss_table(numbers), text, output_dir / "held_out_loss")
     return True
 

@@ -258,7 +258,7 @@ class Sweep:
     def describe_score(self, run: SweepRun) -> str:
         """Return the score that chooses the learning rate, or the first accuracy of a final run, or its held-out loss."""
         accuracy = None if run.selects else find_accuracy(self.folder(run), self.select_on)
-        return accuracy or name_score(self.score(run), self.select_on)
+        return accuracy or name_score(self.score(run), self.select_on, self.folder(run))
 
     # The state of a run, from its folder
 

@@ -104,7 +104,7 @@ def _describe_scores(folder: Path, method: str, runs: Collection[str]) -> list[s
         return []
     lines = []
     for run in sorted(map(Path, runs)):
-        score = name_score(read_score(run, select_on), select_on)
+        score = name_score(read_score(run, select_on), select_on, run)
         if score:
             lines.append(f"  {run.relative_to(folder).as_posix()}: {score}")
     return lines

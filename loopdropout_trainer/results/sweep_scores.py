@@ -7,10 +7,11 @@ loss, which breaks ties.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from loopdropout_trainer.results.run_files import DEVELOPMENT, read_own_results, read_run
+from loopdropout_trainer.results.run_files import DEVELOPMENT, read_own_results, read_run, recipe_path
+from loopdropout_trainer.settings.read_yaml import read_yaml_file
 from loopdropout_trainer.terminal import format_fixed
 
 
@@ -35,14 +36,28 @@ def read_score(folder: Path, select_on: str) -> tuple[float, float] | None:
     return (score, -loss) if score > -math.inf else None
 
 
-def name_score(score: tuple[float, float] | None, select_on: str) -> str:
-    """Return a score with its name and unit, or "" without a score."""
+PER_TOKEN = "nats per token"
+"""Unit of a held-out loss, apart from that of DPO, whose loss scores a pair of answers in ways that have no common unit."""
+
+
+def name_loss_unit(runs: Iterable[str | Path]) -> str:
+    """Return the unit of the held-out losses of the runs in some folders, or "per pair" if DPO has trained all of them."""
+    commands = set()
+    for run in runs:
+        path = recipe_path(run)
+        recipe = read_yaml_file(path, f"The recipe of {run}") if path.is_file() else {}
+        commands.add(recipe.get("command"))
+    return "per pair" if commands == {"dpo"} else PER_TOKEN
+
+
+def name_score(score: tuple[float, float] | None, select_on: str, run: Path) -> str:
+    """Return a score of the run in a folder with its name and unit, or "" without a score."""
     if score is None:
         return ""
     if score == NON_FINITE:
         return "held-out loss not finite" if select_on == "eval_loss" else "loss not finite"
     if select_on == "eval_loss":
-        return f"held-out loss {-score[1]:.4f} nats per token"
+        return f"held-out loss {-score[1]:.4f} {name_loss_unit([run])}"
     return f"accuracy {format_fixed(score[0], 2)}% on {select_on}"
 
 

@@ -25,7 +25,7 @@ from loopdropout_trainer.reports.tables import (
 )
 from loopdropout_trainer.results.run_files import is_of_base
 from loopdropout_trainer.results.sweep_folder import SweepRun, describe_choice, update_summary
-from loopdropout_trainer.results.sweep_scores import name_score, read_score
+from loopdropout_trainer.results.sweep_scores import PER_TOKEN, name_loss_unit, name_score, read_score
 from loopdropout_trainer.sweeps.code import find_incomparable, find_kept_choices, find_other_results
 from loopdropout_trainer.sweeps.counts import describe_other_runs, find_other_runs
 from loopdropout_trainer.terminal import print_sentences
@@ -62,7 +62,7 @@ def print_summary(sweep: Any) -> None:
         print_table(fit_title(CHOICE_TITLE, of_choice), accuracy_table(of_choice))
         print_sentences(CHOICE_NOTE.format("accuracies"))
     if sweep.loss_chooses_by_default or not (len(table) or len(of_choice)):
-        print_lowest(loss_numbers(trained))
+        print_lowest(loss_numbers(trained), name_loss_unit(trained["run"].unique()))
     if len(sweep.seeds) == 1 and len(sweep.recipes) > 1:
         print_sentences(
             "With one seed, the spread over seeds is not known, so the order of the methods can be chance."
@@ -119,17 +119,19 @@ def _print_scores(sweep: Any, method: str, rates: list[float], of_other_code: bo
         run = SweepRun(method, rate, sweep.seeds[0], True)
         score = sweep.describe_score(run)
         if of_other_code:
-            score = name_score(read_score(sweep.folder(run), sweep.select_on), sweep.select_on)
+            folder = sweep.folder(run)
+            score = name_score(read_score(folder, sweep.select_on), sweep.select_on, folder)
         print(f"  {rate:<10g} {score}")
 
 
-def print_lowest(losses: pd.DataFrame) -> None:
+def print_lowest(losses: pd.DataFrame, unit: str = PER_TOKEN) -> None:
     """Print the method with the lowest held-out loss, and by how much the losses of the others are higher.
 
     Methods with other seeds, as after a failed run, are not compared, because seeds differ.
 
     Args:
         losses: From `loss_numbers`.
+        unit: From `name_loss_unit`.
     """
     means = losses["mean"].sort_values(kind="stable")
     own = losses[has_seeds(losses.index)]
@@ -139,6 +141,6 @@ def print_lowest(losses: pd.DataFrame) -> None:
     elif len(means):
         others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
         higher = f" ({', '.join(others)})" if others else ""
-        print_sentences(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} nats per token{higher}")
+        print_sentences(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} {unit}{higher}")
     if losses["chose"].any():
         print_sentences(CHOICE_NOTE.format("losses"))

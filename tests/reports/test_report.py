@@ -47,6 +47,7 @@ from loopdropout_trainer.reports.result_choice import split_repeated
 from loopdropout_trainer.reports.saved_tables import TableText
 from loopdropout_trainer.results.run_files import read_results, write_results, write_run
 from loopdropout_trainer.results.sweep_folder import SweepRun, update_summary
+from loopdropout_trainer.results.sweep_scores import name_score
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.settings.recipe import dump_recipe, load_recipe, parse
@@ -1396,7 +1397,11 @@ def test_report_says_how_to_measure_the_loss_of_the_base_model(tmp_path, capsys)
     dpo = {"command": "dpo", "evaluate_base": False, "loss_type": ["sigmoid"]}
     for recipe, text in ((of_python, "is missing, because a training in Python"), (dpo, "is ln 2 = 0.6931")):
         dump_recipe(recipe, run / "recipe.yaml")
-        assert f"The held-out loss of the base model {text}" in report_on(run, capsys)[0]
+        report, _ = report_on(run, capsys)
+        title = "Held-out loss per pair" if recipe is dpo else "Held-out loss in nats per token"
+        assert f"The held-out loss of the base model {text}" in report and f"\n{title}\n" in report
+        unit = "per pair" if recipe is dpo else "nats per token"
+        assert name_score((-1.0, -1.0), "eval_loss", run) == f"held-out loss 1.0000 {unit}"
     others = ({**dpo, "loss_type": "ipo"}, {**dpo, "adapter_name_or_path": "a"}, {**dpo, "command": "grpo"})
     for recipe in others:
         dump_recipe(recipe, run / "recipe.yaml")
