@@ -220,7 +220,9 @@ def gates_by_column(source: Source, gates: str | None, num_loops: int) -> dict[s
     numbers = parse_gates(gates, num_loops)
     if source.is_adapter:
         return {"base model": [0.0] * num_loops, "adapter": numbers}
-    return {source.folder.name: numbers}
+    # The folder of a repository is a snapshot, whose name is a commit.
+    name = source.repository or source.folder.name
+    return {name: numbers}
 
 
 def print_answers(

@@ -1,5 +1,6 @@
 """The command `chat`: the answers of a base model and its adapter, at each depth and under each gates."""
 
+import dataclasses
 import io
 import re
 import shutil
@@ -17,6 +18,7 @@ from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import use_depth
 from loopdropout_trainer.saving.cards import read_card_fields
 from loopdropout_trainer.saving.metadata import write_metadata
+from loopdropout_trainer.saving.source import find_source
 
 
 CHAT = load_script("recipes/chat.py")
@@ -82,6 +84,8 @@ def test_chat_with_merged_model_has_one_column(saved, shown, tokenizer):
     assert shown == {"K = 4": {"merged": answer(load_model(saved), tokenizer, QUESTION)}}
     with user_error("has no adapter to gate"):
         CHAT.main([str(saved / "merged"), "3 + 4?", "--gates", "1-0-0-0"])
+    pushed = dataclasses.replace(find_source(str(saved / "merged")), repository="me/sums")
+    assert [*CHAT.gates_by_column(pushed, None, 4)] == ["me/sums"]  # and not the commit of its snapshot
 
 
 def test_chat_reads_prompts_from_piped_input(monkeypatch, capsys):
