@@ -371,6 +371,16 @@ def test_notebook_uses_one_thread():
     assert "torch.set_num_threads(1)\n" in first["source"]
 
 
+def test_notebook_tables_have_units():
+    tables = []
+    for cell in json.loads((ROOT / "recipes/quickstart.ipynb").read_text(encoding="utf-8"))["cells"]:
+        for output in cell.get("outputs", []):
+            lines = output.get("data", {}).get("text/plain", [])
+            if len(lines) > 1:  # else the name of a figure
+                tables.append("".join(lines))
+    assert tables and all("(%)" in table for table in tables)
+
+
 @pytest.mark.build
 def test_notebook_runs(tmp_path):
     cells = json.loads((ROOT / "recipes/quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
