@@ -1399,7 +1399,7 @@ def test_report_says_how_to_measure_the_loss_of_the_base_model(tmp_path, capsys)
         dump_recipe(recipe, run / "recipe.yaml")
         report, _ = report_on(run, capsys)
         title = "Held-out loss per pair" if recipe is dpo else "Held-out loss in nats per token"
-        assert f"The held-out loss of the base model {text}" in report and f"\n{title}\n" in report
+        assert f"The held-out loss of the base model {text}" in report and f"{title} method" in report
         unit = "per pair" if recipe is dpo else "nats per token"
         assert name_score((-1.0, -1.0), "eval_loss", run) == f"held-out loss 1.0000 {unit}"
     others = ({**dpo, "loss_type": "ipo"}, {**dpo, "adapter_name_or_path": "a"}, {**dpo, "command": "grpo"})
