@@ -15,6 +15,7 @@ from loopdropout_trainer.reports.frames import average, tasks_of
 from loopdropout_trainer.reports.labels import has_seeds, labelled
 from loopdropout_trainer.reports.tables import split_reductions
 from loopdropout_trainer.results.run_files import BASE_MODEL, is_of_base
+from loopdropout_trainer.results.sweep_scores import PER_TOKEN, name_loss_unit
 from loopdropout_trainer.saving.checkpoints import read_history
 from loopdropout_trainer.terminal import format_fixed
 
@@ -171,8 +172,8 @@ def loss_curves(results: pd.DataFrame) -> pd.DataFrame:
         results: From `load_results`.
 
     Returns:
-        A table with the columns `panel`, `label`, `step`, `mean`, `sd`, `num_seeds`, `chose`, `low` and `high` over seeds. It
-        is empty without histories.
+        A table with the columns `panel`, `label`, `step`, `mean`, `sd`, `num_seeds`, `chose`, `low` and `high` over seeds, and
+        `unit`. It is empty without histories.
     """
     trained = labelled(results[(results["task"] == "training") & ~is_of_base(results)])
     lines = []
@@ -187,7 +188,7 @@ def loss_curves(results: pd.DataFrame) -> pd.DataFrame:
     losses = pd.DataFrame(lines, columns=["panel", "label", "step", "value", "chose"])
     by_step = losses.groupby(["panel", "label", "step"], sort=False)
     curves = by_step["value"].agg(mean="mean", sd="std", num_seeds="count").assign(chose=by_step["chose"].any())
-    curves = curves.reset_index()
+    curves = curves.reset_index().assign(unit=name_loss_unit(trained["run"].unique()))
     curves["label"] = pd.Categorical(curves["label"], trained["label"].unique())
     curves = curves.sort_values(["panel", "label", "step"], ascending=[False, True, True], kind="stable")
     return add_bands(curves.fillna({"sd": 0.0}).assign(least=0.0, most=math.inf))  # a loss is not negative
@@ -221,5 +222,6 @@ def loss_figure(curves: pd.DataFrame) -> Any:
     """Return a plotnine figure of the losses over the steps, from `loss_curves`."""
     from loopdropout_trainer.reports.plots import line_plot
 
-    axes = pd.DataFrame({"x_label": "step", "y_label": "loss (nats per token)"}, [*LOSSES])
+    unit = PER_TOKEN if curves.empty else curves["unit"].iloc[0]
+    axes = pd.DataFrame({"x_label": "step", "y_label": f"loss ({unit})"}, [*LOSSES])
     return line_plot(curves, "step", axes, "Losses", caption=describe_points(curves, "held-out losses", "they"))

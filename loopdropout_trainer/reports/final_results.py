@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,13 @@ from loopdropout_trainer.means import name_means
 from loopdropout_trainer.reports.labels import name_methods
 from loopdropout_trainer.reports.result_codes import describe_codes
 from loopdropout_trainer.results.imported_code import find_edited
-from loopdropout_trainer.results.run_files import DEVELOPMENT, GATE_MEAN, is_of_base, read_accepted_imports
+from loopdropout_trainer.results.run_files import (
+    DEVELOPMENT,
+    GATE_MEAN,
+    is_of_base,
+    read_accepted_imports,
+    read_version,
+)
 from loopdropout_trainer.results.sweep_folder import (
     ACCEPT,
     describe_choices,
@@ -94,7 +100,8 @@ def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[s
         if choices:
             lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
         lines += filter(None, [describe_progress(folder), _describe_accepted(folder)])
-    return [*lines, *describe_codes(final), *_describe_edits(final), *_describe_mean_gates(final)]
+    lines += [*describe_codes(final), *_describe_edits(final), *_describe_versions(final)]
+    return [*lines, *_describe_mean_gates(final)]
 
 
 def _describe_scores(folder: Path, method: str, runs: Collection[str]) -> list[str]:
@@ -123,23 +130,44 @@ def _describe_accepted(folder: Path) -> str:
 
 def _describe_edits(results: pd.DataFrame) -> list[str]:
     """Return a sentence about each file of `--import` that has changed since the trainings of some results."""
-    trained = results[~is_of_base(results)]
-    edited: dict[str, set[str]] = {}  # runs by file
-    for run in trained["run"].unique():
-        for path in find_edited(run):
-            edited.setdefault(path, set()).add(run)
     sentences = []
-    for path, runs in sorted(edited.items()):
-        own = trained[trained["run"].isin(runs)]
-        methods = ", ".join(name_methods(own).unique())
+    for path, own in sorted(_group_by_fact(results, find_edited).items()):
         fix = "Train again if the change concerns them."
         if own["sweep"].notna().any():
             fix = f"The sweep counts them only with `{ACCEPT}`, or trains them again after you have removed their folders."
         sentences.append(
-            f"{path} has changed since the training of {count(len(runs), 'run')} ({methods}), so their results are those of "
-            f"the earlier file. {fix}"
+            f"{path} has changed since the training of {_name_trainings(own)}, so their results are those of the earlier "
+            f"file. {fix}"
         )
     return sentences
+
+
+def _describe_versions(results: pd.DataFrame) -> list[str]:
+    """Return a sentence about trainings by several versions of this package, whose results can differ because of them."""
+    trainings = _group_by_fact(results, lambda run: filter(None, [read_version(run)]))
+    if len(trainings) < 2:
+        return []
+    places = [f"{version} trained {_name_trainings(own)}" for version, own in sorted(trainings.items())]
+    return [
+        f"The results are of {len(trainings)} versions of loopdropout-trainer: {'; '.join(places)}. A difference between them "
+        "can come from the versions. Train again with one version if a change between them concerns the results."
+    ]
+
+
+def _group_by_fact(results: pd.DataFrame, read_facts: Callable[[str], Iterable[str]]) -> dict[str, pd.DataFrame]:
+    """Return the results of trained models by each text that `read_facts` reads in the folders of their runs."""
+    trained = results[~is_of_base(results)]
+    runs_by_fact: dict[str, set[str]] = {}
+    for run in trained["run"].unique():
+        for fact in read_facts(run):
+            runs_by_fact.setdefault(fact, set()).add(run)
+    return {fact: trained[trained["run"].isin(runs)] for fact, runs in runs_by_fact.items()}
+
+
+def _name_trainings(results: pd.DataFrame) -> str:
+    """Return the number of runs of some results with their methods, such as "2 runs (lora)"."""
+    methods = ", ".join(name_methods(results).unique())
+    return f"{count(results['run'].nunique(), 'run')} ({methods})"
 
 
 def _describe_mean_gates(results: pd.DataFrame) -> list[str]:

@@ -37,17 +37,25 @@ def read_score(folder: Path, select_on: str) -> tuple[float, float] | None:
 
 
 PER_TOKEN = "nats per token"
-"""Unit of a held-out loss, apart from that of DPO, whose loss scores a pair of answers in ways that have no common unit."""
+"""Unit of a held-out loss, apart from that of DPO."""
+
+PER_PAIR = "per pair"
+"""Unit of the losses of DPO, which score a pair of answers in ways that have no common unit."""
+
+
+def unit_of_objective(objective: str | None) -> str:
+    """Return the unit of the held-out loss of a training, by its objective or its command, such as "DPO" or "dpo"."""
+    return PER_PAIR if (objective or "").lower() == "dpo" else PER_TOKEN
 
 
 def name_loss_unit(runs: Iterable[str | Path]) -> str:
     """Return the unit of the held-out losses of the runs in some folders, or "per pair" if DPO has trained all of them."""
-    commands = set()
+    units = set()
     for run in runs:
         path = recipe_path(run)
         recipe = read_yaml_file(path, f"The recipe of {run}") if path.is_file() else {}
-        commands.add(recipe.get("command"))
-    return "per pair" if commands == {"dpo"} else PER_TOKEN
+        units.add(unit_of_objective(recipe.get("command")))
+    return PER_PAIR if units == {PER_PAIR} else PER_TOKEN
 
 
 def name_score(score: tuple[float, float] | None, select_on: str, run: Path) -> str:

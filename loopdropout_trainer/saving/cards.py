@@ -32,6 +32,7 @@ from loopdropout_trainer.results.run_files import (
     weights_of,
 )
 from loopdropout_trainer.results.sweep_folder import folder_of_run
+from loopdropout_trainer.results.sweep_scores import unit_of_objective
 from loopdropout_trainer.saving.checkpoints import (
     STATE_FILE,
     describe_score,
@@ -155,6 +156,7 @@ def _describe_training(model: PeftModel, fields: CardFields, merged_scale: float
     is_quantized = getattr(looped.config, "quantization_config", None) is not None
     is_dequantized = is_quantized and merged_scale is not None
     is_scaled = merged_scale not in (None, 1)
+    loss = f"Held-out loss ({unit_of_objective(settings.get('objective'))})"
     public_names = ", ".join(str(_public(name)) for name in fields.dataset_names)
     facts = {
         "Base model": public_base_name(model),
@@ -175,8 +177,8 @@ def _describe_training(model: PeftModel, fields: CardFields, merged_scale: float
         "Training": f"stopped {settings['stopped']}" if settings.get("stopped") else None,
         "Kept weights": fields.kept_checkpoint,
         # A scaled update has another loss than the trained one.
-        "Held-out loss (nats per token)": None if is_scaled else _held_out_loss(fields.results, False, num_loops),
-        "Held-out loss (nats per token), base model": _held_out_loss(fields.results, True, num_loops),
+        loss: None if is_scaled else _held_out_loss(fields.results, False, num_loops),
+        f"{loss}, base model": _held_out_loss(fields.results, True, num_loops),
     }
     return {name: value for name, value in facts.items() if value is not None}
 

@@ -1368,6 +1368,19 @@ def test_report_says_how_to_evaluate_the_base_model(tmp_path, capsys):
     )
 
 
+def test_report_says_that_several_versions_trained_the_results(tmp_path, capsys):
+    """A run without a readable version is not counted."""
+    for seed, version in enumerate(("0.1.0", "0.1.0", "0.2.0", None), 1):
+        run = tmp_path / f"{seed}"
+        write(run, [{"value": 50.0, "seed": seed}])
+        (run / "run.json").write_text(json.dumps({"versions": {"loopdropout-trainer": version}}))
+    text, _ = report_on(tmp_path, capsys)
+    versions = "2 versions of loopdropout-trainer: 0.1.0 trained 2 runs (LoRA); 0.2.0 trained 1 run (LoRA)."
+    assert f"The results are of {versions} A difference between them can come from the versions." in text
+    shutil.rmtree(tmp_path / "3")
+    assert "versions of loopdropout" not in report_on(tmp_path, capsys)[0]
+
+
 def test_command_for_the_base_model_is_on_the_same_problems(tmp_path, capsys):
     """As another sweep, with another limit, and `evaluate`, whose recipe in a folder can have the limit of an earlier one."""
     recipe = {"benchmarks": ["b"], "rule": "lora", "benchmark_limit": 20}
@@ -1391,6 +1404,7 @@ def test_report_says_how_to_measure_the_loss_of_the_base_model(tmp_path, capsys)
     run = tmp_path / "run"
     loss = {"task": "training", "metric": "eval_loss", "value": 1.0}
     write(run, [loss], {"command": "sft", "rule": "lora", "evaluate_base": False})
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 2.0}]}))
     command = f"`loopdropout sft {run}/recipe.yaml --evaluate_base true --output_dir {run}` adds it."
     assert f"The held-out loss of the base model is missing. {command}" in report_on(run, capsys)[0]
     of_python = {"command": "sft", "rule": "lora"}
@@ -1402,6 +1416,8 @@ def test_report_says_how_to_measure_the_loss_of_the_base_model(tmp_path, capsys)
         assert f"The held-out loss of the base model {text}" in report and f"{title} method" in report
         unit = "per pair" if recipe is dpo else "nats per token"
         assert name_score((-1.0, -1.0), "eval_loss", run) == f"held-out loss 1.0000 {unit}"
+        plot = figures.loss_figure(figures.loss_curves(frames.load_results(run)))
+        assert plot.labels.y == f"loss ({unit})"
     others = ({**dpo, "loss_type": "ipo"}, {**dpo, "adapter_name_or_path": "a"}, {**dpo, "command": "grpo"})
     for recipe in others:
         dump_recipe(recipe, run / "recipe.yaml")

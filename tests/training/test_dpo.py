@@ -178,10 +178,11 @@ def test_reference_does_not_change_between_trainings(make, log):
 
 
 def test_card_and_show_name_the_objective(make):
-    trainer = make()
+    trainer = make(eval_strategy="steps", eval_steps=1)
     trainer.train()
     trainer.save_model()
     folder = Path(trainer.args.output_dir)
     card = (folder / "README.md").read_text()
     assert "| Training objective | DPO |" in card and "- dpo\n" in card
+    assert "| Held-out loss (per pair) |" in card and "nats" not in card
     assert find_source(folder).lines()["objective"] == "DPO"
