@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import TrainingArguments
@@ -20,6 +21,8 @@ from loopdropout_trainer.looped import check_not_compiled
 from loopdropout_trainer.settings.field_hints import USUAL_NAMES
 from loopdropout_trainer.tokenizers import check_tokenizer
 
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _USUAL_ARGUMENTS = {
     "tokenizer": "processing_class",
@@ -39,8 +42,9 @@ _FUNCTIONS = (
 """Arguments that are functions. The libraries call some of them hours later, or never if no evaluation runs."""
 
 
-def check_names(trainer: type, given: Iterable[str], arguments: Collection[str]) -> None:
-    """Raise UserError for an unknown argument of a trainer, which names the argument or the field that helps."""
+def check_names(trainer: type, given: Iterable[str], arguments: Collection[str], method: str | None = None) -> None:
+    """Raise UserError for an unknown argument of a trainer or of its method, with the argument or the field that helps."""
+    owner = trainer.__name__ if method is None else f"{trainer.__name__}.{method}"
     config = trainer.config_class
     fields = {own.name for own in dataclasses.fields(config)}
     for name in given:
@@ -48,9 +52,23 @@ def check_names(trainer: type, given: Iterable[str], arguments: Collection[str])
             continue
         hint = closest_match(_USUAL_ARGUMENTS.get(name, name), arguments)
         meant = name if name in fields else USUAL_NAMES.get(name)
-        if meant in fields:
+        if meant in arguments:  # such as `resume_from_checkpoint` of `train`, which is a field, too
+            hint = closest_match(meant, arguments)
+        elif meant in fields:
             hint = f" Set `{meant}` in a `{config.__name__}`, which is the argument `args`."
-        raise UserError(f"`{name}` is not an argument of {trainer.__name__}.{hint}")
+        raise UserError(f"`{name}` is not an argument of {owner}.{hint}")
+
+
+def hint_at_arguments(method: _Method) -> _Method:
+    """Let a method of a trainer raise the UserError of `check_names` for an unknown argument. Its signature stays the same."""
+    arguments = inspect.signature(method).parameters
+
+    @functools.wraps(method)
+    def checked(self: Any, *positional: Any, **keywords: Any) -> Any:
+        check_names(type(self), keywords, arguments, method.__name__)
+        return method(self, *positional, **keywords)
+
+    return checked
 
 
 def check_kinds(arguments: Mapping[str, Any]) -> None:

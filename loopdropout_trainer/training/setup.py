@@ -15,14 +15,13 @@ from peft import PeftModel
 from torch import nn
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.trainer_utils import PredictionOutput
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gate_state import BatchOptions, GatedBatch, GateState
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import LoopedModelMixin
-from loopdropout_trainer.lora import adapted_layers, check_present, default_peft_config, is_default_target
+from loopdropout_trainer.lora import adapted_layers, default_peft_config, is_default_target
 from loopdropout_trainer.means import RuleFault
 from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
@@ -45,6 +44,7 @@ from loopdropout_trainer.training.distributed import (
     float32_adapter,
     reset_accelerator,
 )
+from loopdropout_trainer.training.evaluations import EvaluationMixin
 from loopdropout_trainer.training.examples import (
     check_assistant_loss,
     check_columns,
@@ -61,13 +61,12 @@ from loopdropout_trainer.training.examples import (
     skips_preparation,
 )
 from loopdropout_trainer.training.gating import GatingMixin
-from loopdropout_trainer.training.given_data import prepare_given
 from loopdropout_trainer.training.optimizer import OptimizerMixin
 from loopdropout_trainer.training.resuming import ResumptionCallback
 from loopdropout_trainer.training.row_checks import RowReader, check_rows
 from loopdropout_trainer.training.rule_checks import check_draws
 from loopdropout_trainer.training.sampling import check_sampling, seed_lengths
-from loopdropout_trainer.training.stopping import EarlyStopCallback, StopCallback, closing_bars
+from loopdropout_trainer.training.stopping import EarlyStopCallback, StopCallback
 
 
 def _name_of(model: str | PreTrainedModel | PeftModel) -> str:
@@ -113,7 +112,9 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
     return gated_init
 
 
-class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, OptimizerMixin, OwnAcceleratorMixin):
+class AdapterTrainingMixin(
+    GatingMixin, EvaluationMixin, AdapterFilesMixin, AdapterPushMixin, OptimizerMixin, OwnAcceleratorMixin
+):
     """Setup of a TRL trainer, whose `__init__` is made by `with_gates`.
 
     Attributes:
@@ -327,30 +328,6 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         revision = self.saved_facts.pop("base_revision", None) or looped.base_revision or config.revision
         looped.base_revision = config.revision = revision
         self.saved_facts["base_weights"] = digest_weights(self.model)
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Evaluate with all gates at 1, as transformers' Trainer does. A dataset is prepared as the training data."""
-        check_present(self.model)
-        eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
-        self._forget_drawn_gates()
-        hide_bars = hide_bars_of_few({"eval_dataset": eval_dataset})  # newer releases of TRL prepare again
-        with hide_library_warnings(), closing_bars(self), self.step_clock.pause(), hide_bars:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-    def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
-        """Predict with all gates at 1, as transformers' Trainer does. A dataset is prepared as the training data.
-
-        The predictions have the order of the examples, so these are neither shuffled nor packed.
-        """
-        check_present(self.model)
-        test_dataset = prepare_given(self, "test_dataset", test_dataset)
-        self._forget_drawn_gates()
-        with hide_library_warnings(), closing_bars(self):
-            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def prepare_rows(self, dataset: Any, name: str, keeps_order: bool) -> Any:
         """Return examples as TRL's trainer prepares those of its own data. GRPO reads them unprepared.

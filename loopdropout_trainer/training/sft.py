@@ -26,6 +26,7 @@ from loopdropout_trainer.renames import hide_library_warnings
 from loopdropout_trainer.results.training_results import saved_step
 from loopdropout_trainer.saving.checkpoints import Checkpoint, number_training
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.training.argument_checks import hint_at_arguments
 from loopdropout_trainer.training.batches import (
     collate_with_example_ids,
     has_targets,
@@ -171,6 +172,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             return [], None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
+    @hint_at_arguments
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,

@@ -1,6 +1,7 @@
 """What people do with a trainer and its model in a notebook: the right result, or one sentence."""
 
 import dataclasses
+import inspect
 import json
 import re
 import shutil
@@ -115,6 +116,29 @@ def test_wrong_arguments_raise(config, dataset, tokenizer, given, message):
     data = {"train_dataset": dataset, "processing_class": tokenizer}
     with user_error(message):
         LoopDropoutSFTTrainer(**{"model": tiny_ouro(), "args": config(), **data, **given})
+
+
+def test_wrong_keywords_of_methods_name_the_right_ones(make_sft):
+    """Editors and `help` show the arguments, and a subclass may add its own."""
+
+    class Own(LoopDropoutSFTTrainer):
+        def evaluate(self, *positional, mine=None, **keywords):
+            return super().evaluate(*positional, **keywords)
+
+    trainer = make_sft(cls=Own)
+    wrong = {
+        "train": {"resume": "resume_from_checkpoint", "checkpoint": "resume_from_checkpoint"},
+        "evaluate": {"dataset": "eval_dataset"},
+        "predict": {"dataset": "test_dataset", "eval_dataset": "test_dataset"},
+    }
+    for method, names in wrong.items():
+        for name, right in names.items():
+            with user_error(f"^`{name}` is not an argument of Own.{method}. Did you mean '{right}'?"):
+                getattr(trainer, method)(**{name: True})
+    with user_error("^`max_steps` is not an argument of Own.train. Set `max_steps` in a `LoopDropoutConfig`"):
+        trainer.train(max_steps=1)
+    assert [*inspect.signature(trainer.train).parameters][0] == "resume_from_checkpoint"
+    assert "eval_loss" in trainer.evaluate(mine=1, metric_key_prefix="eval")
 
 
 def test_arguments_at_the_place_of_others_raise(config, dataset):

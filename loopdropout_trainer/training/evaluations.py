@@ -1,0 +1,44 @@
+"""`evaluate` and `predict` of the trainers, which run the model with all gates at 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.trainer_utils import PredictionOutput
+
+from loopdropout_trainer.lora import check_present
+from loopdropout_trainer.renames import hide_library_warnings
+from loopdropout_trainer.training.argument_checks import hint_at_arguments
+from loopdropout_trainer.training.examples import hide_bars_of_few
+from loopdropout_trainer.training.given_data import prepare_given
+from loopdropout_trainer.training.stopping import closing_bars
+
+
+class EvaluationMixin:
+    """`evaluate` and `predict` of a TRL trainer. `AdapterTrainingMixin` lists its attributes."""
+
+    @hint_at_arguments
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate with all gates at 1, as transformers' Trainer does. A dataset is prepared as the training data."""
+        check_present(self.model)
+        eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
+        self._forget_drawn_gates()
+        hide_bars = hide_bars_of_few({"eval_dataset": eval_dataset})  # newer releases of TRL prepare again
+        with hide_library_warnings(), closing_bars(self), self.step_clock.pause(), hide_bars:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    @hint_at_arguments
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predict with all gates at 1, as transformers' Trainer does. A dataset is prepared as the training data.
+
+        The predictions have the order of the examples, so these are neither shuffled nor packed.
+        """
+        check_present(self.model)
+        test_dataset = prepare_given(self, "test_dataset", test_dataset)
+        self._forget_drawn_gates()
+        with hide_library_warnings(), closing_bars(self):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
