@@ -47,7 +47,7 @@ class DataArguments(NamedFieldsMixin):
     dataset_config: str | None = option(None, "Configuration of the dataset.")
     dataset_revision: str | None = option(None, "Branch, tag or commit of the dataset on the Hub.")
     dataset_split: str = option("train", "Split of the dataset.")
-    train_files: list[str] | None = option(None, "JSONL, JSON, CSV (also .gz) or Parquet files to train on.")
+    train_files: list[str] | None = option(None, "JSONL, JSON, CSV (also compressed) or Parquet files to train on.")
     datasets: list[dict[str, Any]] | None = option(
         None,
         "Several data sets or files, as in TRL: mappings with `path` (a name, a folder or a file), and if needed `name`, "

@@ -18,7 +18,7 @@ from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.data.csv_files import check_cells, csv_options
 from loopdropout_trainer.data.formats import enumerate_columns
 from loopdropout_trainer.data.mixed_types import warn_of_mixed_types
-from loopdropout_trainer.data.sources import DataSource, file_kind
+from loopdropout_trainer.data.sources import COMPRESSIONS, DataSource, file_kind, uncompressed_ending
 from loopdropout_trainer.errors import UserError, hint_at_login, short_repr
 from loopdropout_trainer.files import file_hint
 from loopdropout_trainer.limits import check_encoding, check_nesting
@@ -113,6 +113,24 @@ def _check_one_kind(files: Sequence[str]) -> None:
             )
 
 
+def _check_compression(files: Iterable[str]) -> None:
+    """Raise UserError for a compressed file that cannot be read, which would seem to have a wrong encoding."""
+    from fsspec.utils import infer_compression
+
+    for file in files:
+        compression = Path(file).suffix
+        if compression not in COMPRESSIONS:
+            continue
+        if file_kind(file) == "parquet":
+            raise UserError(
+                f"{file} must be a Parquet file that is not compressed again, got the ending {compression}. Unpack it."
+            )
+        if infer_compression(file) is None:  # it knows .zst and .lz4 if their package is installed
+            raise UserError(
+                f"{file} must be compressed as .gz, .bz2, .xz or .zip, or not at all, got the ending {compression}. Unpack it."
+            )
+
+
 def _has_kind(file: str) -> bool:
     return file_kind(file) is not None
 
@@ -152,13 +170,14 @@ def error_in_row(place: str, error: UserError) -> UserError:
 
 
 def read_files(files: str | Sequence[str], split: str = "train") -> Dataset:
-    """Return the rows of JSONL, JSON, CSV (also .gz) or Parquet files, or a part of them, such as `train[:100]`."""
+    """Return the rows of JSONL, JSON, CSV (also compressed) or Parquet files, or a part of them, such as `train[:100]`."""
     from datasets import load_dataset_builder
 
     if isinstance(files, str):
         files = [files]
     check_files(files)
     files = expand_patterns(files)
+    _check_compression(files)
     kind = _kind_of(files[0])
     builder = load_dataset_builder(kind, data_files=files)
     return _read_local(builder, kind, data_files=files, split=split)
@@ -274,7 +293,7 @@ def _check_lines(files: Iterable[str]) -> None:
     import fsspec
 
     for file in files:
-        if Path(file.removesuffix(".gz")).suffix != ".jsonl":
+        if uncompressed_ending(file) != ".jsonl":
             continue
         with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):

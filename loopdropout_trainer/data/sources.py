@@ -14,6 +14,9 @@ from loopdropout_trainer.errors import UserError, check_type, closest_match, sho
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Kinds of files by the end of their names."""
 
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zip", ".zst", ".lz4", ".7z", ".rar")
+"""Ends of the names of compressed files. The first four can be read, and the next two with a further package."""
+
 _USUAL_NAMES = {
     "weight": "fraction",
     "probability": "fraction",
@@ -71,8 +74,14 @@ class DataSource:
 
 
 def file_kind(file: str) -> str | None:
-    """Return the kind of a file, such as "json", or None for another ending."""
-    return FILE_KINDS.get(Path(file.removesuffix(".gz")).suffix)
+    """Return the kind of a file (also compressed), such as "json", or None for another ending."""
+    return FILE_KINDS.get(uncompressed_ending(file))
+
+
+def uncompressed_ending(file: str) -> str:
+    """Return the ending of a file's name in front of the one of its compression, such as ".jsonl" of `rows.jsonl.gz`."""
+    path = Path(file)
+    return path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
 def read_sources(recipe: Mapping[str, Any]) -> list[DataSource]:

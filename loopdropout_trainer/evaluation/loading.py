@@ -208,7 +208,7 @@ def own_benchmark(
 
     Args:
         name: Name of the task in results. It must not be the name of a task of the package or of lm-eval.
-        files: JSONL, JSON, CSV (also .gz) or Parquet files with the problems.
+        files: JSONL, JSON, CSV (also compressed) or Parquet files with the problems.
         prompt: `alpaca`, `question`, or a text with {column} fields.
         target: Reference answer, a text with {column} fields.
         scorer: Comparison of an answer with the target, by its name in `REWARDS`.

@@ -229,7 +229,10 @@ def test_long_examples_are_left_out_not_cut(load, bpe_tokenizer, row, log):
     assert re.search(f"{text}.*, with {length} tokens.", log.text)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.csv.gz", "a.parquet"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl", "a.jsonl.gz", "a.jsonl.bz2", "a.json", "a.csv", "a.csv.gz", "a.csv.xz", "a.csv.zip", "a.parquet"],
+)
 def test_files_of_each_format(tmp_path, tokenizer, name):
     rows = [{"prompt": f"q{i}\n,\"'", "completion": f"{i}.0"} for i in range(5)]
     write = getattr(pd.DataFrame(rows), f"to_{re.search('json|csv|parquet', name)[0]}")
@@ -238,9 +241,22 @@ def test_files_of_each_format(tmp_path, tokenizer, name):
     sources = [{"train_files": [str(tmp_path / name)]}]
     if name in ("a.jsonl", "a.csv"):
         sources.append({"dataset_name": str(tmp_path)})
+    if name.endswith((".bz2", ".xz", ".zip")):
+        sources.append({"dataset_name": str(tmp_path / name)})
     for source in sources:
         train = load_datasets(DataArguments(**source), tokenizer)["train"]
         assert train.select_columns(["prompt", "completion"]).to_list() == rows
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("rows.parquet.gz", "must be a Parquet file that is not compressed again, got the ending .gz. Unpack it."),
+    ("rows.csv.7z", "must be compressed as .gz, .bz2, .xz or .zip, or not at all, got the ending .7z. Unpack it."),
+])  # fmt: skip
+def test_compression_that_cannot_be_read_is_named(tmp_path, tokenizer, name, message):
+    """Before, it seemed to have a wrong encoding, or a name without an ending."""
+    (tmp_path / name).write_bytes(b"\x28\xb5")
+    with user_error(f"^{tmp_path / name} {message}$"):
+        load_datasets(DataArguments(train_files=[str(tmp_path / name)]), tokenizer)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
