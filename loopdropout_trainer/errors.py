@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin
 
-from loopdropout_trainer.terminal import protect_terminal
+from loopdropout_trainer.terminal import print_sentences, protect_terminal
 
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
@@ -373,7 +373,7 @@ def _print_from_first_process(message: str, seconds: float = 30, only: bool = Fa
     """Print to standard error. The other processes wait, because the launcher ends all of them as soon as one has ended.
 
     Args:
-        message: Text that is printed in one line, without secrets.
+        message: Text that is printed without secrets, in one line of a file or a pipe.
         seconds: Time that the first process may need to come here.
         only: Whether the others stay silent, because the first process prints the message in any case.
     """
@@ -383,7 +383,7 @@ def _print_from_first_process(message: str, seconds: float = 30, only: bool = Fa
     sys.stdout.flush()
     sentence = hide_secrets(" ".join(message.splitlines()))
     if is_first or not only:
-        print(sentence, file=sys.stderr, flush=True)
+        print_sentences(sentence, file=sys.stderr)
     _tell_launcher(sentence)
 
 

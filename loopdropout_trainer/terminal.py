@@ -128,13 +128,14 @@ def titled(title: str, lines: Iterable[str], width: int = 12) -> str:
     return f"{title:<{width}}" + f"\n{indent}".join(wrapped)
 
 
-def wrap_for_terminal(line: str, indent: int, further: str = "") -> list[str]:
+def wrap_for_terminal(line: str, indent: int, further: str = "", stream: TextIO | None = None) -> list[str]:
     """Return the parts of a line that fit into the terminal behind `indent` columns, or the whole line without a terminal.
 
     Further parts begin below the first word, with the spaces `further` in front. Numbers and settings stay in one part
-    (`join_numbers`), and so does a command in backquotes, which could not be copied from two lines.
+    (`join_numbers`), and so does a command in backquotes, which could not be copied from two lines. `stream`: another stream
+    than the standard output.
     """
-    columns = terminal_columns()
+    columns = terminal_columns(stream)
     if columns is None:
         return [line]
     start = " " * (len(line) - len(line.lstrip())) + further
@@ -153,17 +154,22 @@ def print_sentences(*lines: str, file: TextIO | None = None) -> None:
 
     Args:
         *lines: Lines, of which an empty one is printed, too.
-        file: Another stream than the standard output, which has whole lines.
+        file: Another stream than the standard output.
     """
     parts = []
     for line in lines:
-        parts += wrap_for_terminal(line, 0) if file is None else [line]
+        parts += wrap_for_terminal(line, 0, stream=file)
     text = "".join(f"{part}\n" for part in parts)
     print(text, end="", file=file, flush=True)  # one text, because several threads may print
 
 
-def terminal_columns() -> int | None:
-    """Return the number of columns of the terminal that shows the standard output, or None for a file or a pipe."""
-    if sys.stdout is None or not sys.stdout.isatty():
+def terminal_columns(stream: TextIO | None = None) -> int | None:
+    """Return the number of columns of the terminal that shows a stream, or None for a file or a pipe.
+
+    Args:
+        stream: Stream. Default: the standard output.
+    """
+    shown = sys.stdout if stream is None else stream
+    if shown is None or not shown.isatty():
         return None
     return shutil.get_terminal_size().columns

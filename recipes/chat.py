@@ -39,7 +39,7 @@ from loopdropout_trainer.saving.loading import load
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import DEPTH_BOUNDS, DepthArguments, option
 from loopdropout_trainer.settings.recipe import name_words, parse
-from loopdropout_trainer.terminal import raw_terminal, show_controls
+from loopdropout_trainer.terminal import print_sentences, raw_terminal, show_controls
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 
 
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # Model and tokenizer
     source = find_source(args.model)
-    print(source.describe(with_prompts=False))
+    print_sentences(source.describe(with_prompts=False))
     for num_loops in args.eval_num_loops or [None]:
         source.check_run(num_loops, *(args.gates or ()))
     model = load(source, device=torch.accelerator.current_accelerator(check_available=True))
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # Format of the prompts
     prompt_format = source.choose_prompt_format(tokenizer, args.chat_template, args.prompt_template)
-    print(prompt_format.describe(args.system_instruction))
+    print_sentences(*prompt_format.describe(args.system_instruction).splitlines())
     if prompt_format.text is None:
         print_left_out(source, args.system_instruction)
 
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.prompt:
         prompts = [args.prompt]
     else:
-        print(describe_lines(is_session, prompt_format))
+        print_sentences(describe_lines(is_session, prompt_format))
     chats = Chats(args, source, model, looped, prompt_format)
     for prompt in prompts:
         print()
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
                 chats.ask(prompt)
             except UserError as error:
                 # Such as a conversation that is too long. Another line can replace its last one.
-                print(f"{error}\n")
+                print_sentences(str(error), "")
             if prompt_format.text is not None:
                 chats.clear()
 
@@ -123,9 +123,9 @@ def print_left_out(source: Source, system_instruction: str | None) -> None:
     """Print which prompts of the training the chat template leaves out, and the options that ask with them."""
     plain_texts, system_turn = source.describe_plain_texts(), source.describe_system_turn()
     if plain_texts:
-        print(f'{plain_texts} Add `--prompt_template "{PLAIN_TEXT}"` to ask without it.')
+        print_sentences(f'{plain_texts} Add `--prompt_template "{PLAIN_TEXT}"` to ask without it.')
     if system_turn and system_instruction is None:
-        print(f"{system_turn} Add `--system_instruction` to ask with it.")
+        print_sentences(f"{system_turn} Add `--system_instruction` to ask with it.")
 
 
 NEW = "/new"

@@ -14,6 +14,7 @@ from loopdropout_trainer.saving.merging import export_authors_format
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import option
 from loopdropout_trainer.settings.recipe import name_words, parse
+from loopdropout_trainer.terminal import print_sentences
 
 
 @dataclass
@@ -32,9 +33,9 @@ ARGUMENTS = (ExportArguments,)
 def main(argv: list[str] | None = None) -> None:
     (args,) = parse(ARGUMENTS, name_words(argv, "adapter"), __doc__)
     source = find_source(args.adapter, accept=("adapter",), what="adapter")
-    print(source.describe())
+    print_sentences(source.describe())
     folder = export_authors_format(source, args.output_dir)
-    print(f"The adapter in the authors' format is in {folder}")
+    print_sentences(f"The adapter in the authors' format is in {folder}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from loopdropout_trainer.saving.pushing import check_repository
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import option
 from loopdropout_trainer.settings.recipe import name_words, parse
+from loopdropout_trainer.terminal import print_sentences
 
 
 @dataclass
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     adapter = find_source(args.adapter, accept=("adapter",), what="adapter")
     adapter.check_mergeable()
     source = adapter.with_base(args.model_name_or_path, args.model_revision)
-    print(source.describe())
+    print_sentences(source.describe())
     quantization = None if args.model_name_or_path else source.quantization
     model = load(source, dtype=args.dtype, quantization_config=quantization)
     tokenizer = source.load_tokenizer()
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     replaced = ", and replaces the one that was there" if is_replaced else ""
     factor = "" if args.scale == 1 else f", with {args.scale:g} times the update"
-    print(f"The merged model is in {merged}{factor}{replaced}")
+    print_sentences(f"The merged model is in {merged}{factor}{replaced}")
 
     # Push
     if args.hub_model_id:

@@ -22,7 +22,7 @@ from loopdropout_trainer.saving.pushing import check_repository, describe_accoun
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import option
 from loopdropout_trainer.settings.recipe import name_words, parse
-from loopdropout_trainer.terminal import titled
+from loopdropout_trainer.terminal import print_sentences, titled
 
 
 _REPOSITORY = "Name on the Hub (`user/model`) to push to."
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     source = find_source(args.folder, accept=("adapter", "merged model", "standalone model"))
     if source.repository is not None:
         raise UserError(f"`folder` must be a folder on this computer, got the repository {args.folder}.")
-    print(source.describe())
+    print_sentences(source.describe())
     args = complete_from_training(args, source)
     check_repository(args.hub_model_id)
     if args.dry_run:

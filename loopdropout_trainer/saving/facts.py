@@ -283,8 +283,11 @@ class Source:
             return "the base model's depth" if self.is_adapter else "the model's own depth"
         if self.has_one_depth:
             return f"K = {self.num_loops}, runs at no other depth"
-        if self.depths and self.depths[0] != self.depths[1]:
-            return f"K = {self.num_loops}, trained at {self.depths[0]} to {self.depths[1]}, runs at any depth"
+        if self.depths is not None and {*self.depths} != {
+            self.num_loops
+        }:  # also of a model that was merged at another depth
+            trained = " to ".join(map(str, dict.fromkeys(self.depths)))
+            return f"K = {self.num_loops}, trained at {trained}, runs at any depth"
         return f"K = {self.num_loops}, runs at any depth"
 
     def _gates_text(self) -> str:

@@ -306,6 +306,7 @@ def _read_source(
         adapter = read_saved_adapter(files.folder)
         if adapter.is_authors and not metadata:  # the paper's authors save the settings in a format of their own
             metadata = to_metadata(adapter.fields)
+    depths = metadata.get("depths")
     quantization = (recipe.get("model_init_kwargs") or {}).get("quantization_config")
     # An adapter's own metadata win over the recipe of its training, which a copy of the folder may lack.
     source = Source(
@@ -317,6 +318,7 @@ def _read_source(
         saved_in=given,
         run=run,
         rule=metadata.get("rule"),
+        depths=None if depths is None else (min(depths), max(depths)),
         prompt_template=metadata.get("prompt_template", _prompt_template(recipe)),
         is_chat=metadata.get("is_chat"),
         dtype=metadata.get("dtype", recipe.get("dtype")),
@@ -353,14 +355,13 @@ def _read_training(source: Source, adapter: SavedAdapter) -> Source:
     is_same_base = model_path(recipe.get("model_name_or_path")) == adapter.base
     if revision is None and is_same_base and recipe.get("model_revision") not in (None, "main"):
         revision = recipe["model_revision"]  # the base model of an adapter that was saved without its commit
-    num_loops, depths = source.metadata.get("num_loops"), source.metadata.get("depths")
+    num_loops = source.metadata.get("num_loops")
     own_depth = adapter.find_own_depth()
     return replace(
         source,
         base=adapter.base,
         revision=revision,
         num_loops=num_loops if own_depth is None else own_depth,
-        depths=None if depths is None else (min(depths), max(depths)),
         gates="at any depth" if own_depth is None else "at its own depth",
     )
 

@@ -107,13 +107,17 @@ def test_plans_are_wrapped_in_terminals_only():
     code = (
         "from loopdropout_trainer.terminal import print_sentences, titled\n"
         f"print(titled('tokens', [{line!r}], 8))\n"
-        f"print_sentences({sentence!r})"
+        f"print_sentences({sentence!r})\n"
+        "from loopdropout_trainer.errors import UserError, run_script\n"
+        "def fail():\n"
+        f"    raise UserError({sentence!r})\n"
+        "run_script(fail)"
     )
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("COLUMNS", None)
     master, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (24, 40))
-    subprocess.run(command, env=environment, stdout=terminal, check=True)
+    subprocess.run(command, env=environment, stdout=terminal, stderr=terminal)
     os.close(terminal)
     printed = os.read(master, 10_000).decode()
     os.close(master)
@@ -123,11 +127,13 @@ def test_plans_are_wrapped_in_terminals_only():
         "Nobody has measured it.",
         "`loopdropout evaluate outputs/quickstart none --eval_num_loops 4`",  # one line, which can be copied
         "does so.",
+        "-c: Nobody has measured it.",  # an error
+        "`loopdropout evaluate outputs/quickstart none --eval_num_loops 4`",
+        "does so.",
     ]
-    assert (
-        subprocess.run(command, env=environment, capture_output=True, check=True).stdout
-        == f"tokens  {line}\n{sentence}\n".encode()
-    )
+    in_pipe = subprocess.run(command, env=environment, capture_output=True)
+    assert in_pipe.stdout == f"tokens  {line}\n{sentence}\n".encode()
+    assert in_pipe.stderr == f"-c: {sentence}\n".encode() and in_pipe.returncode == 2
 
 
 def test_pieces_form_no_new_sequence():

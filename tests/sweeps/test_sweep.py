@@ -907,7 +907,7 @@ def test_plan_names_runs_that_the_sweep_does_not_have(lab, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "The folder has 3 runs of other" in out and "Accuracy in %\n" in out
     with monkeypatch.context() as patch:
-        patch.setattr("loopdropout_trainer.terminal.terminal_columns", lambda: 60)
+        patch.setattr("loopdropout_trainer.terminal.terminal_columns", lambda stream: 60)
         print_summary(lab.run(learning_rates=[0.02]))
     lines = capsys.readouterr().out.splitlines()
     (start,) = [number for number, line in enumerate(lines) if line.startswith("The folder has")]

@@ -271,6 +271,8 @@ def test_records_name_the_depth_of_an_evaluation(make_sft, tmp_path):
     assert "| Recurrence depth K | 4 |" in card and "Depths in training" not in card
     card = (tmp_path / "merged/README.md").read_text()
     assert "| Recurrence depth K | 7 |\n| Depths in training | 4 |" in card
+    assert find_source(tmp_path / "merged").lines()["depth"] == "K = 7, trained at 4, runs at any depth"
+    assert find_source(folder).lines()["depth"] == "K = 4, runs at any depth"
     assert f"| {own[-1]:.4f} (4 examples, at K = 4) |" in card
 
 
