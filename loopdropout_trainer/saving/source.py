@@ -350,18 +350,17 @@ def _with_tokenizer(source: Source, folders: Sequence[Path]) -> Source:
 
 
 def _read_training(source: Source, adapter: SavedAdapter) -> Source:
-    """Return the source of an adapter with the base model and the depths of its training."""
+    """Return the source of an adapter with the base model and the depth of its training."""
     recipe, revision = source.recipe, adapter.revision
     is_same_base = model_path(recipe.get("model_name_or_path")) == adapter.base
     if revision is None and is_same_base and recipe.get("model_revision") not in (None, "main"):
         revision = recipe["model_revision"]  # the base model of an adapter that was saved without its commit
-    num_loops = source.metadata.get("num_loops")
     own_depth = adapter.find_own_depth()
     return replace(
         source,
         base=adapter.base,
         revision=revision,
-        num_loops=num_loops if own_depth is None else own_depth,
+        num_loops=source.metadata.get("num_loops") if own_depth is None else own_depth,
         gates="at any depth" if own_depth is None else "at its own depth",
     )
 
