@@ -1597,7 +1597,9 @@ def test_lines_of_workers_fit_a_terminal(lab):
     start, end = lines.index("lora/lr_0.02/seed_101 starts (log:"), lines.index("Next:")
     assert program.exit_code == 2 and "loop_dropout/lr_0.02/seed_101 starts (log:" in lines[start:end]
     assert [line for line in lines[start:end] if len(line) > 80 and " " in line] == []
-    assert lines[-4:-2] == ["Failed, with the errors above:", "  loop_dropout/lr_0.02/seed_101 (log:"]
+    failed = lines.index("Failed, with the errors above:")
+    assert lines[failed + 1] == "  loop_dropout/lr_0.02/seed_101 (log:"
+    assert lines[failed + 3].startswith("loopdropout sweep: ") and max(map(len, lines[failed + 3 :])) <= 80  # an error
 
 
 def end_sweep(lab, signal_number):
