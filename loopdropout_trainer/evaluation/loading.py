@@ -38,7 +38,7 @@ from loopdropout_trainer.errors import (
     is_unreachable,
     short_repr,
 )
-from loopdropout_trainer.evaluation.program_checks import check_named_programs, check_programs
+from loopdropout_trainer.evaluation.program_checks import check_named_programs, check_programs, check_programs_of_file
 from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.settings.fields import items_of
@@ -149,6 +149,7 @@ def check_benchmarks(
             _check_development(preparation, num_held_out)
         elif name.endswith(".yaml"):
             _check_task_file(name)
+            check_programs_of_file(name, allow_unsafe_code)
         else:
             check_named_programs(_find_manager(name), name, allow_unsafe_code)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
+from pathlib import Path
 
+import yaml
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
@@ -35,6 +37,28 @@ def check_named_programs(manager: TaskManager, name: str, allow_unsafe_code: boo
     for member in members:
         if isinstance(member, str) and member in manager.all_tasks:
             check_named_programs(manager, member, allow_unsafe_code)
+
+
+class _TaskFileLoader(yaml.SafeLoader):
+    """Reader of a task file that imports no function of a tag `!function`."""
+
+
+_TaskFileLoader.add_multi_constructor("!", lambda loader, suffix, node: None)
+
+
+def check_programs_of_file(path: str, allow_unsafe_code: bool) -> None:
+    """Raise the error of `check_programs` for a task file of lm-eval (.yaml), without its data and its code.
+
+    A file with `custom_dataset` may use the sandbox, and `include` can name further files. Loading the task tells both.
+    """
+    try:
+        fields = yaml.load(Path(path).read_text(encoding="utf-8"), _TaskFileLoader)
+    except (OSError, ValueError, yaml.YAMLError):  # loading it says what is wrong
+        return
+    if not isinstance(fields, dict) or "custom_dataset" in fields:
+        return
+    if fields.get("unsafe_code", False) is not False:
+        check_allowed(path, allow_unsafe_code, can_be_sandboxed=False)
 
 
 def leaves_of(task: Task | Group) -> list[Task]:

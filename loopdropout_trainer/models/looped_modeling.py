@@ -92,10 +92,18 @@ def accept_cache_names(backbone: nn.Module, args: tuple, kwargs: dict[str, Any])
         other = kwargs.pop(other_name)
         if kwargs.get(own_name) is None:
             kwargs[own_name] = other
-    for name in kwargs:
+    for name, value in kwargs.items():
         if name not in known and name not in _PASSED_ON:
-            raise TypeError(f"{type(backbone).__name__}.forward() got an unexpected keyword argument {name!r}")
+            hint = hint_at_depth(name, value, backbone.config)
+            raise TypeError(f"{type(backbone).__name__}.forward() got an unexpected keyword argument {name!r}.{hint}")
     return args, kwargs
+
+
+def hint_at_depth(name: str, value: Any, config: PreTrainedConfig) -> str:
+    """Return the advice about a keyword that means the depth, or "" for another one. Huginn's own code has `num_steps`."""
+    if name not in ("num_loops", "num_steps", config.attribute_map.get("num_loops")):
+        return ""
+    return f" Run it at another depth in a block `with use_depth(model, {short_repr(value)}):`."
 
 
 # Configurations.
@@ -327,6 +335,14 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         return self.base_model.gate_state
 
     init_continuous_batching = refuse_continuous_batching
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        for name, value in kwargs.items():
+            hint = hint_at_depth(name, value, self.config)
+            if hint:
+                raise UserError(f"`{name}` is not an argument of `generate`.{hint}")
+        return super().generate(*args, **kwargs)
 
     @can_return_tuple
     def forward(

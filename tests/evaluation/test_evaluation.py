@@ -24,7 +24,7 @@ from helpers.processes import Program, python, wait_for
 from helpers.tiny import steady, tiny_ouro
 from loopdropout_trainer.diagnostics import answer_decomposition
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, own_benchmark, scorers
-from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
+from loopdropout_trainer.evaluation.loading import check_benchmarks, load_benchmarks, load_task
 from loopdropout_trainer.evaluation.plan import Setting, print_evaluation_plan
 from loopdropout_trainer.jobs.measuring import evaluate as measure_tasks
 from loopdropout_trainer.reports.printing import print_evaluation
@@ -285,6 +285,14 @@ def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "IMPORTED", [path])
     (task,) = load_benchmarks([path])
     assert task.task_name == "mine" and task.doc_to_text(task.eval_docs[0]) == "France:"
+    unsafe = write_task(tmp_path / "unsafe.yaml", rows, task="unsafe", unsafe_code=True, **fields)
+    text = (tmp_path / "unsafe.yaml").read_text()
+    monkeypatch.setattr(loading, "IMPORTED", [path, unsafe])
+    for start in ("{", '{"process_results": !function not_here.score, '):  # whose code is not imported
+        (tmp_path / "unsafe.yaml").write_text(text.replace("{", start, 1))
+        with user_error(f"^`{unsafe}` runs programs that .*lm-eval runs the programs of this task itself"):
+            check_benchmarks([path, unsafe], {}, None, None, False)  # as a plan, before the training
+        check_benchmarks([path, unsafe], {}, None, None, True)
     with user_error("must not have the name of a task .* got 'gsm8k'"):
         load_task(write_task(tmp_path / "mine.yaml", rows, task="gsm8k", **fields))
 

@@ -52,6 +52,18 @@ def test_generation_changes_neither_model_nor_tokenizer(make, tokenizer):
     assert (tokenizer.pad_token, tokenizer.padding_side) == (None, "right")
 
 
+def test_depth_is_no_keyword_of_generate():
+    """The error names the block that runs another depth."""
+    block = r"Run it at another depth in a block `with use_depth\(model, 2\):`"
+    prompt = torch.tensor([[1, 2]])
+    for model in (tiny_ouro(), with_adapter(tiny_ouro())):
+        for name in ("num_loops", "num_steps", "total_ut_steps"):
+            with user_error(f"^`{name}` is not an argument of `generate`. {block}"):
+                model.generate(prompt, max_new_tokens=1, **{name: 2})
+        with pytest.raises(TypeError, match=f"unexpected keyword argument 'num_loops'. {block}"):
+            model(prompt, num_loops=2)
+
+
 def test_stop_strings_may_be_special_tokens(tokenizer):
     """A special token is not part of decoded text."""
     model = varied(tiny_ouro())
