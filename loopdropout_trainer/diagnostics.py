@@ -25,6 +25,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import label_example, remove_calculations
 from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.gate_labels import label_gates
 from loopdropout_trainer.looped import (
     LoopedModelMixin,
     attach_looped_model,
@@ -32,7 +33,7 @@ from loopdropout_trainer.looped import (
     find_looped_model,
     use_depth,
 )
-from loopdropout_trainer.lora import kind_of, use_gates
+from loopdropout_trainer.lora import check_enabled, is_enabled, kind_of, use_gates
 from loopdropout_trainer.renames import renamed_function
 from loopdropout_trainer.results.run_files import BASE_MODEL
 from loopdropout_trainer.terminal import format_fixed
@@ -117,6 +118,7 @@ def single_loop(model: PeftModel, batches: Iterable[Batch]) -> list[Result]:
         The `loss` of the frozen model with gates "none" and the method "base model", and `loss` and `loss_reduction` with
         gates "loop t" and "unit". They have the method of the training, if the model knows it.
     """
+    check_enabled(model, "each loop would be that of the base model")
     batches = list(batches)
     num_loops = find_looped_model(model).num_loops
     frozen = score(model, batches, torch.zeros(num_loops))
@@ -139,12 +141,12 @@ def readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Result]:
         batches: Model inputs with labels.
 
     Returns:
-        `readout_loss` and `readout_token_accuracy` of each loop.
+        `readout_loss` and `readout_token_accuracy` of each loop. `gates` are those of a block of `use_gates` around it.
     """
     num_loops = find_looped_model(model).num_loops
-    results = []
+    gates, results = label_gates(model, num_loops), []
     for loop, readout in enumerate(score_readouts(model, batches), start=1):
-        results += _loss_and_accuracy("readout", readout, num_loops, model, loop=loop)
+        results += _loss_and_accuracy("readout", readout, num_loops, gates, loop=loop)
     return _with_method(model, results)
 
 
@@ -159,7 +161,8 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
         depths: Numbers of loops. Default: 1 to 2K. An adapter with parameters of its own for each loop runs at K only.
 
     Returns:
-        `depth_loss` and `depth_token_accuracy` with `num_loops` of each depth.
+        `depth_loss` and `depth_token_accuracy` with `num_loops` of each depth. `gates` are those of a block of `use_gates`
+        around it, one for each loop of the largest depth.
     """
     num_loops = find_looped_model(model).num_loops
     if depths is None:
@@ -170,11 +173,12 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
         check_num_loops(depth, "depths")
     if isinstance(model, PeftModel) and kind_of(model, model.active_adapters[0]).one_depth:
         depths = [num_loops]
+    labels = {depth: label_gates(model, depth) for depth in depths}
     with use_depth(model, max(depths)):
         scores = score_readouts(model, batches)  # the readout of loop t is the output of a run with t loops
     results = []
     for depth in depths:
-        results += _loss_and_accuracy("depth", scores[depth - 1], depth, model)
+        results += _loss_and_accuracy("depth", scores[depth - 1], depth, labels[depth])
     return _with_method(model, results)
 
 
@@ -194,6 +198,7 @@ def curvature(model: PeftModel, batches: Iterable[Batch], p: float = 0.5, step: 
     Returns:
         `curvature` of each loop, v_t' H v_t in nats per target token, and the term as `curvature_term`.
     """
+    check_enabled(model, "gates would have no effect")
     num_loops = find_looped_model(model).num_loops
     sums, n = torch.zeros(num_loops, dtype=torch.float64), 0
     for looped, inputs, labels in _prepare(model, batches):
@@ -458,8 +463,7 @@ def _check_batch(batch: Any) -> None:
         )
 
 
-def _loss_and_accuracy(name: str, score: Score, num_loops: int, model: nn.Module, **columns: int) -> list[Result]:
-    gates = "unit" if isinstance(model, PeftModel) else "none"
+def _loss_and_accuracy(name: str, score: Score, num_loops: int, gates: str, **columns: int) -> list[Result]:
     return [
         _result(f"{name}_loss", score.loss, "nats", score.n, num_loops, gates, **columns),
         _result(f"{name}_token_accuracy", score.accuracy, "%", score.n, num_loops, gates, **columns),
@@ -469,7 +473,7 @@ def _loss_and_accuracy(name: str, score: Score, num_loops: int, model: nn.Module
 def _with_method(model: nn.Module, results: list[Result]) -> list[Result]:
     """Return results of an adapter with the method that trained it, if the model knows it, for rows that name no other one."""
     method = getattr(find_looped_model(model), "trained_with", {}).get("method")
-    if method is None or not isinstance(model, PeftModel):  # commands know the name of a merged model
+    if method is None or not is_enabled(model):  # commands know the name of a merged model
         return results
     return [{"method": method, **row} for row in results]
 

@@ -89,7 +89,7 @@ def evaluate_tasks(
         chats[name] = asks_in_chat(task, apply_chat_template)
         if chats[name] and not lm.tokenizer.chat_template:
             raise UserError(f"`chat_template` must be set, because the prompts of `{name}` are turns of a chat.")
-    rows = []
+    rows, place = [], lm.columns  # before the evaluation, because the gates of a block may have no name
     for name, task in selected.items():
         lm.add_bos_token = False if chats[name] else None  # a chat template writes the special tokens itself
         with lm.keep_answers(cache_dir), preserved_random_states():
@@ -103,7 +103,7 @@ def evaluate_tasks(
                 fewshot_as_multiturn=chats[name],
                 confirm_run_unsafe_code=True,  # `check_programs` has checked it
             )
-        own_rows = [None if results is None else _collect(lm, name, task, results, output_dir)]
+        own_rows = [None if results is None else _collect(lm, name, task, results, output_dir, place)]
         rows += broadcast_object_list(own_rows)[0]
     return rows
 
@@ -128,9 +128,14 @@ def name_of(task: Task | Group) -> str:
 
 
 def _collect(
-    lm: LoopedLM, name: str, task: Task | Group, evaluation: Mapping[str, Any], output_dir: str | Path | None
+    lm: LoopedLM,
+    name: str,
+    task: Task | Group,
+    evaluation: Mapping[str, Any],
+    output_dir: str | Path | None,
+    place: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the results of lm-eval's evaluation of a task, and write its samples."""
+    """Return the results of lm-eval's evaluation of a task, and write its samples. `place`: the columns of `lm`."""
     leaves = leaves_of(task)
     numbers = evaluation["results"][leaves[0].task_name]  # by METRIC,FILTER, and the standard errors
     keys = [key for key in numbers if "," in key and "_stderr," not in key]
@@ -138,7 +143,7 @@ def _collect(
     main_metric, main_filter = main_key.split(",", 1)
     samples = _group_samples(leaves, evaluation)
     lines = pd.DataFrame([_make_line(sample, main_metric) for sample in samples[main_filter]])
-    shared = {"task": name, **lm.columns}
+    shared = {"task": name, **place}
     by_key = {}
     for key in keys:
         metric, filter_name = key.split(",", 1)

@@ -21,7 +21,6 @@ from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs
-from peft import PeftModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
@@ -29,11 +28,12 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.evaluation.answers import AnswerCache, answer_key
 from loopdropout_trainer.files import public_name
+from loopdropout_trainer.gate_labels import label_gates
 from loopdropout_trainer.gates.texts import parse_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.limits import rendering_error
 from loopdropout_trainer.looped import attach_looped_model, check_num_loops, use_depth
-from loopdropout_trainer.lora import use_gates
+from loopdropout_trainer.lora import is_enabled, use_gates
 from loopdropout_trainer.saving.loading import load
 from loopdropout_trainer.saving.source import find_source_of
 
@@ -84,7 +84,8 @@ class LoopedLM(HFLM):
         tokenizer: Tokenizer of a loaded model.
         batch_size: Number of requests that a process computes at a time.
         num_loops: Recurrence depth K. Default: the model's own.
-        gates: Gates [K] of the adapter, or a string such as "1-0-0-0". Default: unit gates.
+        gates: Gates [K] of the adapter, or a string such as "1-0-0-0". Default: unit gates, or the gates of a block of
+            `use_gates` around the evaluation. Results name the gates.
         readout: Loop (from 1) whose readout gives the logits. Default: the last loop.
         adapter: Folder or Hub name of an adapter. This and the next arguments are for the name of a model only.
         revision: Branch, tag or commit of the model on the Hub.
@@ -146,9 +147,8 @@ class LoopedLM(HFLM):
         self.readout = readout
         self.answers: AnswerCache | None = None
         self._context_lengths: dict[tuple[int, ...], int] = {}
-        self.has_adapter = isinstance(pretrained, PeftModel) and bool(pretrained.get_model_status().enabled)
-        if self.gates and not self.has_adapter:
-            raise UserError("`gates` must not be set for a model without an adapter.")
+        if self.gates and not is_enabled(pretrained):
+            raise UserError("`gates` must not be set for a model without an adapter, or whose adapter is disabled.")
         if readout is not None and not 1 <= readout <= self.num_loops:
             raise UserError(f"`readout` must be a loop from 1 to {self.num_loops}, got {readout}.")
 
@@ -170,13 +170,10 @@ class LoopedLM(HFLM):
     @property
     def columns(self) -> dict[str, Any]:
         """The columns of results that describe the depth, the gates and the readout."""
-        columns = {"num_loops": self.num_loops, "gates": "unit" if self.has_adapter else "none"}
-        if self.gates:
-            columns["gates"] = "-".join(f"{gate:g}" for gate in self.gates)
-            is_single_loop = self.gates.count(1) == 1 and self.gates.count(0) == self.num_loops - 1
-            if is_single_loop and self.num_loops > 1:
-                columns["loop"] = self.gates.index(1) + 1
-                columns["gates"] = f"loop {columns['loop']}"
+        gates = label_gates(self.model, self.num_loops, self.gates)
+        columns = {"num_loops": self.num_loops, "gates": gates}
+        if gates.startswith("loop "):
+            columns["loop"] = int(gates.removeprefix("loop "))
         if self.readout is not None:
             columns["readout"] = self.readout
         return columns

@@ -2,12 +2,14 @@
 
 # ruff: noqa: F401  (re-exported)
 from loopdropout_trainer.lora.compatibility import (
+    check_enabled,
     check_peft_config,
     check_present,
     check_trainable,
     default_peft_config,
     find_active_adapter,
     is_default_target,
+    is_enabled,
     parse_peft_config,
 )
 from loopdropout_trainer.lora.gated import (

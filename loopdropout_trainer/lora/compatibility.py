@@ -302,9 +302,24 @@ def check_present(model: PeftModel) -> None:
         )
 
 
+def is_enabled(model: nn.Module) -> bool:
+    """Return whether a model has an adapter that is not disabled, as by `disable_adapter`."""
+    return any(isinstance(module, LoraLayer) and not module.disable_adapters for module in model.modules())
+
+
+def check_enabled(model: nn.Module, reason: str) -> None:
+    """Raise UserError if the adapter is disabled. `reason`: end of the sentence about it."""
+    if not is_enabled(model):
+        raise UserError(
+            f"The adapter must not be disabled, because {reason}. Leave the block of `model.disable_adapter()`, or call "
+            "`model.enable_adapter_layers()`."
+        )
+
+
 def check_trainable(model: PeftModel) -> None:
-    """Raise UserError if the active adapter has only frozen weights."""
+    """Raise UserError if the active adapter is disabled or has only frozen weights."""
     adapter = find_active_adapter(model)
+    check_enabled(model, "nothing would train")
     weights = [x for name, x in model.named_parameters() if "lora_" in name and adapter in name.split(".")]
     if weights and not any(weight.requires_grad for weight in weights):
         raise UserError(

@@ -35,14 +35,27 @@ UNITS = {
 OTHER_DEPTH = "_num_loops"
 """End of the name of the depth in the logs of an evaluation at another depth than that of the training."""
 
+OTHER_GATES = "_gates"
+"""End of the name of the gates, which are a text, in the logs of an evaluation under other gates than 1."""
 
-def at_trained_depth(history: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the logs of a training without those of evaluations at another depth, as in a block of `use_depth`."""
+
+def as_trained(history: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the logs of a training without those of evaluations of another model than the trained one.
+
+    They run at another depth or under other gates, as in a block of `use_depth`, `use_gates` or `disable_adapter`.
+    """
     logs = []
     for log in history:
-        if not any(name.endswith(OTHER_DEPTH) for name in log):
+        if not any(_names_another_model(name, value) for name, value in log.items()):
             logs.append(log)
     return logs
+
+
+def _names_another_model(name: str, value: Any) -> bool:
+    """Return whether an entry of a log is a depth or gates that differ from those of the training."""
+    if name.endswith(OTHER_DEPTH):
+        return True
+    return name.endswith(OTHER_GATES) and isinstance(value, str)  # a number is a metric of the user
 
 
 def saved_step(trainer: Trainer) -> int:
@@ -106,7 +119,7 @@ def training_results(trainer: Trainer) -> list[dict[str, Any]]:
     """
     import torch
 
-    history, num_steps = at_trained_depth(trainer.state.log_history), trainer.state.global_step
+    history, num_steps = as_trained(trainer.state.log_history), trainer.state.global_step
     newest_values = {}
     for log in history:
         newest_values |= log

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from loopdropout_trainer.errors import UserError, count, short_repr
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, read_json_object
-from loopdropout_trainer.results.training_results import at_trained_depth
+from loopdropout_trainer.results.training_results import as_trained
 from loopdropout_trainer.saving.integrity import find_damage
 
 
@@ -123,7 +123,7 @@ def describe_score(state: TrainerState, step: int, metric: str | None) -> str:
         metric: The field `metric_for_best_model`.
     """
     key = f"eval_{(metric or 'loss').removeprefix('eval_')}"
-    history = at_trained_depth(state.log_history)
+    history = as_trained(state.log_history)
     scores = [log[key] for log in history if log["step"] == step and key in log]
     return f" ({name_metric(metric)} {scores[-1]:.4g})" if scores else ""
 
@@ -142,7 +142,7 @@ def describe_unsaved_best(state: TrainerState, metric: str | None) -> str:
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
     """Return the logged values of the training in a folder by step, or an empty list if it has left no readable state.
 
-    Values of evaluations at another depth are left out.
+    Values of evaluations at another depth or under other gates are left out.
     A training that has not ended has left them in its newest checkpoint.
     """
     place = Path(folder)
@@ -153,7 +153,7 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
     except (OSError, ValueError):
         return []
     logs = [log for log in history if isinstance(log, dict) and isinstance(log.get("step"), int)]
-    return at_trained_depth(logs)
+    return as_trained(logs)
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:

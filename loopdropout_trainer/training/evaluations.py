@@ -1,4 +1,4 @@
-"""`evaluate` and `predict` of the trainers, which run the model with all gates at 1."""
+"""`evaluate` and `predict` of the trainers, which run the model with all gates at 1 outside of blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ class EvaluationMixin:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate with all gates at 1, as transformers' Trainer does. A dataset is prepared as the training data."""
+        """Evaluate with all gates at 1, as transformers' Trainer does. A dataset is prepared as the training data.
+
+        Inside a block of `use_gates` or `disable_adapter`, the metrics have its gates as `eval_gates`, and "none" for a
+        disabled adapter. They are not the held-out loss of the training.
+        """
         check_present(self.model)
         eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
         self._forget_drawn_gates()
@@ -35,6 +39,7 @@ class EvaluationMixin:
     ) -> PredictionOutput:
         """Predict with all gates at 1, as transformers' Trainer does. A dataset is prepared as the training data.
 
+        Inside a block of `use_gates` or `disable_adapter`, the metrics have its gates as `test_gates`.
         The predictions have the order of the examples, so these are neither shuffled nor packed.
         """
         check_present(self.model)

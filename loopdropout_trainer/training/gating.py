@@ -15,6 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import public_name
+from loopdropout_trainer.gate_labels import label_gates
 from loopdropout_trainer.gate_state import BatchOptions
 from loopdropout_trainer.gates import RULES, GateRule
 from loopdropout_trainer.gates.rule import as_rule, fields_of, is_packaged
@@ -27,7 +28,7 @@ from loopdropout_trainer.lora import (
     physical_layers,
     trained_lora_parameters,
 )
-from loopdropout_trainer.results.training_results import OTHER_DEPTH
+from loopdropout_trainer.results.training_results import OTHER_DEPTH, OTHER_GATES
 from loopdropout_trainer.training.argument_checks import checking_metrics, is_callback
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import float32_adapter, may_skip_loops
@@ -198,15 +199,19 @@ class GatingMixin:
     ) -> EvalLoopOutput:
         """Evaluate as transformers' Trainer does. A wrong result of `compute_metrics` is named.
 
-        The metrics at another depth than that of the training have this depth, such as `eval_num_loops`, by which
-        `at_trained_depth` leaves them out of the results of the training.
+        The metrics at another depth than that of the training have this depth, such as `eval_num_loops`, and those under other
+        gates than 1 have the gates, such as `eval_gates`. By these names, `as_trained` leaves them out of the results of the
+        training.
         """
+        gates = label_gates(self.model, self.num_loops)
         with checking_metrics(self):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         if self.num_loops != self.looped.trained_with.get("num_loops", self.num_loops):
             output.metrics[f"{metric_key_prefix}{OTHER_DEPTH}"] = self.num_loops
+        if gates != "unit":
+            output.metrics[f"{metric_key_prefix}{OTHER_GATES}"] = gates
         return output
 
     def _check_surroundings(self) -> None:

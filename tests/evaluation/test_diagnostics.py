@@ -18,7 +18,7 @@ from helpers.processes import python
 from helpers.tiny import TINY, tiny_hrm, tiny_ouro, with_adapter
 from loopdropout_trainer import diagnostics, use_gates
 from loopdropout_trainer.diagnostics import curvature, depth_matrix, label_batches, readouts, single_loop
-from loopdropout_trainer.evaluation import own_benchmark
+from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, own_benchmark
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import add_gates
@@ -91,6 +91,32 @@ def test_diagnostics_equal_forward_passes(make, tokenizer):
     for empty in (batches, []):
         with user_error("`batches` must have a target token"):
             single_loop(model, empty)
+
+
+def test_labels_name_the_gates_of_a_block(tokenizer):
+    """Own gates win. Of a disabled adapter, the base model alone can be measured."""
+    model, batches = adapted(tiny_ouro()), label_batches(EXAMPLES[:1], tokenizer, 2)
+    find_looped_model(model).trained_with = {"method": "A"}
+    own = LoopedLM(model, tokenizer, gates="loop 2")
+    lm = LoopedLM(model, tokenizer)
+    with use_gates(model, [0.5, 0, 0, 1]):
+        rows = [*readouts(model, batches), *depth_matrix(model, batches, [1, 4])]
+        assert [row["gates"] for row in rows] == ["0.5-0-0-1"] * 8 + ["0.5"] * 2 + ["0.5-0-0-1"] * 2
+        assert [row["gates"] for row in single_loop(model, batches)[-2:]] == ["unit"] * 2
+        assert lm.columns == {"num_loops": 4, "gates": "0.5-0-0-1"}
+        assert own.columns == {"num_loops": 4, "gates": "loop 2", "loop": 2}
+    with use_gates(model, [1, 0, 0, 0]):
+        assert lm.columns == {"num_loops": 4, "gates": "loop 1", "loop": 1}
+    with use_gates(model, torch.ones(4, 2) / 2), user_error("one gate for each loop, which its results name"):
+        evaluate_tasks(lm, ["arithmetic_easy_test"], limit=1)
+    with model.disable_adapter():
+        assert lm.columns["gates"] == "none"
+        rows = readouts(model, batches)
+        assert {row["gates"] for row in rows} == {"none"} and "method" not in rows[0]
+        for measure in (single_loop, curvature):
+            with user_error("The adapter must not be disabled, because .* `model.enable_adapter_layers"):
+                measure(model, batches)
+    assert lm.columns["gates"] == "unit" and readouts(model, batches)[0]["method"] == "A"
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ hub reruns
 gate_state tokenizers
 looped means
 lora models settings
-data generation handle | cli
+data gate_labels generation handle | cli
 integrations prompts results | __main__
 diagnostics saving
 reports serving training

@@ -44,6 +44,7 @@ from loopdropout_trainer.evaluation import evaluate_tasks
 from loopdropout_trainer.gate_state import GatedBatch
 from loopdropout_trainer.gates import RULES, ExactlyM, GateRule, make_rule
 from loopdropout_trainer.lora import adapted_layers
+from loopdropout_trainer.results.training_results import as_trained
 from loopdropout_trainer.settings.arguments import AdapterArguments
 from loopdropout_trainer.settings.recipe import load_recipe
 from loopdropout_trainer.training.start import describe_training
@@ -296,7 +297,7 @@ def test_loss_without_gradient_runs_under_drawn_gates(make_sft):
 
 @pytest.mark.parametrize("measure", ["evaluate", "predict"])
 def test_measurements_run_at_unit_gates_after_drawn_gates(train, monkeypatch, measure):
-    """In `evaluate` of the drawing trainer and of another one. The gates of `use_gates` stay."""
+    """In `evaluate` of the drawing trainer and of another one. The gates of `use_gates` stay, and are named."""
     trainer = train(max_steps=1)
     inputs, seen = next(iter(trainer.get_train_dataloader())), []
     trainer.model.register_forward_pre_hook(lambda *_: seen.append(trainer.gate_state.gates))
@@ -304,10 +305,22 @@ def test_measurements_run_at_unit_gates_after_drawn_gates(train, monkeypatch, me
     data = () if measure == "evaluate" else (trainer.eval_dataset,)
     trainer.draw_gates(dict(inputs))
     monkeypatch.setattr(trainer, "last_gates", None)  # as those of another trainer of the model
-    run(*data)
+    outputs = [run(*data)]
     with use_gates(trainer.model, [1, 0, 0, 0]):
+        outputs.append(run(*data))
+    with trainer.model.disable_adapter():
+        outputs.append(run(*data))
+    gates_of_block = seen[len(seen) // 2]  # of the second run
+    assert seen[0] is None and gates_of_block.flatten().tolist() == [1, 0, 0, 0]
+    names = []
+    for output in outputs:
+        metrics = output if measure == "evaluate" else output.metrics
+        names.append([value for name, value in metrics.items() if name.endswith("_gates")])
+    assert names == [[], ["loop 1"], ["none"]]
+    losses = [log["eval_loss"] for log in as_trained(trainer.state.log_history) if "eval_loss" in log]
+    assert losses == ([outputs[0]["eval_loss"]] if measure == "evaluate" else [])
+    with use_gates(trainer.model, torch.ones(4, 2) / 2), user_error("one gate for each loop, .*shape \\[4, 2\\]"):
         run(*data)
-    assert seen[0] is None and seen[-1].flatten().tolist() == [1, 0, 0, 0]
 
 
 def test_untrained_adapter_that_replaces_a_trained_one_is_named(train, make_sft, tmp_path, log):
