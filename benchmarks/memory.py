@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import loopdropout_trainer.models  # noqa: F401  (registers the families)
 from loopdropout_trainer import default_peft_config
-from loopdropout_trainer.costs.published import PUBLISHED, QWEN
 from loopdropout_trainer.memory import FAMILIES, estimate_memory
+from loopdropout_trainer.published_sizes import PUBLISHED, QWEN
 
 
 NUM_TOKENS = 128

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.costs.published import PUBLISHED
 from loopdropout_trainer.costs.trainings import Sizes, Training
 from loopdropout_trainer.errors import UserError, is_unreachable
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.hub import can_reach_hub, is_hub_name, means_folder
 from loopdropout_trainer.jobs.runs import Run
 from loopdropout_trainer.memory import count_parameters, find_smallest_projection, list_layers, read_depth, read_shape
+from loopdropout_trainer.published_sizes import PUBLISHED
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments
 from loopdropout_trainer.training.config import LoopDropoutConfig
 

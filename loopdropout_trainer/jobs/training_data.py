@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.costs.published import PUBLISHED
 from loopdropout_trainer.data import (
     DataArguments,
     DPODataArguments,
@@ -25,6 +24,7 @@ from loopdropout_trainer.files import model_path
 from loopdropout_trainer.hub import can_reach_hub, means_folder
 from loopdropout_trainer.jobs.example_plan import add_counts, count_rows, list_examples
 from loopdropout_trainer.jobs.starts import read_config
+from loopdropout_trainer.published_sizes import PUBLISHED
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.recipe import build_part
 from loopdropout_trainer.training.config import (

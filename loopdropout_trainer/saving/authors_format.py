@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.files import check_links, read_json_object
+from loopdropout_trainer.files import check_links, model_path, read_json_object
+from loopdropout_trainer.published_sizes import PUBLISHED
 
 
 if TYPE_CHECKING:
@@ -137,13 +138,10 @@ def _find_dropout(config: LoraConfig, metadata: Mapping[str, Any]) -> float | No
         "num_loops": [NUM_LOOPS],
     }
     settings = {**vars(config), **metadata}
-    base = Path(config.base_model_name_or_path or MODEL_ID, "config.json")
-    if base.is_file() and read_json_object(base).get("model_type") == "ouro":
+    base = Path(model_path(config.base_model_name_or_path or MODEL_ID))
+    if (base / "config.json").is_file():
+        _check_base(base)
         settings["base_model_name_or_path"] = MODEL_ID
-        logger.warning(
-            f"The adapter is written as one of {MODEL_ID}, the only base model that the authors' format has. That is right "
-            f"only if the folder {base.parent} holds this model."
-        )
     for name, values in required.items():
         value = settings.get(name)
         if value not in values:
@@ -154,3 +152,22 @@ def _find_dropout(config: LoraConfig, metadata: Mapping[str, Any]) -> float | No
     if isinstance(p, list):
         raise UserError(f"The authors' format requires a single `p`, got {p}.")
     return p
+
+
+def _check_base(folder: Path) -> None:
+    """Raise UserError if a folder holds another model than Ouro-1.4B, as its config.json tells, and warn otherwise.
+
+    Other weights of the same sizes cannot be told apart, so the warning asks the user.
+    """
+    config = read_json_object(folder / "config.json")
+    for name, published in PUBLISHED[MODEL_ID].items():
+        if config.get(name) != published:
+            raise UserError(
+                f"The authors' format requires an adapter of {MODEL_ID}, but the base model {folder} is another one: `{name}` "
+                f"in its config.json is {config.get(name)!r}, and not {published!r}. Use `merge` or `push`, which take every "
+                "model."
+            )
+    logger.warning(
+        f"The adapter is written as one of {MODEL_ID}, the only base model that the authors' format has. That is right "
+        f"only if the folder {folder} holds this model."
+    )

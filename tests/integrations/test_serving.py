@@ -22,7 +22,7 @@ from transformers import AutoModel, GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from helpers.errors import user_error
-from helpers.files import load_script
+from helpers.files import GOLDEN, load_script
 from helpers.processes import ENVIRONMENT, Program, python, wait_for
 from helpers.tiny import TINY, tiny_hrm, tiny_ouro, varied, with_adapter
 from loopdropout_trainer import load_model, merge_and_save, use_gates
@@ -337,9 +337,8 @@ def test_vllm_refuses_updates_that_differ_between_loops(installed_vllm, tmp_path
         choose(tmp_path, "--engine", "vllm")
 
 
-def test_vllm_refuses_other_adapters(adapter, installed_vllm, tmp_path, tokenizer):
-    write_metadata(adapter[0], {"rule": "lora", "num_loops": 4})
-    export_authors_format(adapter[0], tmp_path / "authors")
+def test_vllm_refuses_other_adapters(installed_vllm, tmp_path, tokenizer):
+    export_authors_format(GOLDEN / "authors" / "adapter", tmp_path / "authors")
     with user_error("the adapter has the format of the paper authors' program, so it must be merged first"):
         choose(tmp_path / "authors", "--engine", "vllm")
     with_adapter(load_model("tiny-ouro"), r=513).save_pretrained(tmp_path / "large")

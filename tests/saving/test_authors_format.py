@@ -16,6 +16,7 @@ from helpers.errors import user_error
 from helpers.files import GOLDEN, TINY_OURO_PATH, load_script
 from helpers.tiny import tiny_ouro, with_adapter
 from loopdropout_trainer import load_adapter
+from loopdropout_trainer.published_sizes import PUBLISHED
 from loopdropout_trainer.saving.merging import export_authors_format
 from loopdropout_trainer.saving.metadata import METADATA_FILE
 from loopdropout_trainer.saving.source import find_source
@@ -87,10 +88,18 @@ def test_export_script_writes_files_of_authors(tmp_path, log):
     ours = tmp_path / "ours"
     load_adapter(base(), ADAPTER).save_pretrained(ours)
     (ours / METADATA_FILE).write_text(json.dumps(METADATA))
-    fields = json.loads((ours / CONFIG).read_text()) | {"base_model_name_or_path": str(AUTHORS / "model")}
-    (ours / CONFIG).write_text(json.dumps(fields))  # a folder with the base model
+    base_folder, fields = tmp_path / "base", json.loads((ours / CONFIG).read_text())
+    base_folder.mkdir()
+    (ours / CONFIG).write_text(json.dumps({**fields, "base_model_name_or_path": str(base_folder)}))
+    sizes = PUBLISHED["ByteDance/Ouro-1.4B"]
+    (base_folder / "config.json").write_text(json.dumps({**sizes, "num_hidden_layers": 48}))
+    with user_error(
+        f"the base model {base_folder} is another one: `num_hidden_layers` in its config.json is 48, and not 24"
+    ):
+        export_authors_format(ours, tmp_path / "again")
+    (base_folder / "config.json").write_text(json.dumps(sizes))
     assert_golden_files(export_authors_format(ours, tmp_path / "again"))
-    assert f"That is right only if the folder {AUTHORS / 'model'} holds this model." in log.text
+    assert f"That is right only if the folder {base_folder} holds this model." in log.text
     with user_error("`output_dir` must not hold an adapter in PEFT's format"):
         export_authors_format(ADAPTER, ours)
 
@@ -101,6 +110,11 @@ UNSUPPORTED = [  # fields of LoraConfig, training settings, message
     ({"target_modules": ["q_proj"]}, METADATA, "the 7 projections of every layer"),
     ({"revision": "v2"}, METADATA, "`revision` '574fa66cb8bf5abdc979642d01cf2b79b16bfab1', got 'v2'"),
     ({"base_model_name_or_path": str(GOLDEN)}, METADATA, "`base_model_name_or_path` 'ByteDance/Ouro-1.4B', got '/"),
+    (
+        {"base_model_name_or_path": "tiny-ouro"},
+        METADATA,
+        "tiny_ouro is another one: `hidden_size` in its .* is 128, and not",
+    ),
     ({}, {}, "`rule` 'lora', got None"),
     ({}, {**METADATA, "num_loops": 8}, "`num_loops` 4, got 8"),
     ({}, {**METADATA, "p": [0.1, 0.2, 0.3, 0.4]}, "a single `p`, got"),

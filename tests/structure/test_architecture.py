@@ -17,7 +17,7 @@ from helpers.files import ROOT
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
-arithmetic bounds memory renames terminal
+arithmetic bounds memory published_sizes renames terminal
 errors
 blocks files gates limits rewards
 hub reruns
