@@ -24,34 +24,28 @@ import hashlib
 import json
 import sys
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from loopdropout_trainer.data import SFTDataArguments, load_datasets
-from loopdropout_trainer.data.arguments import has_held_out
-from loopdropout_trainer.data.sources import read_sources
+from loopdropout_trainer.data import SFTDataArguments
 from loopdropout_trainer.diagnostics import (
     Batch,
     check_curvature,
     curvature,
     depth_matrix,
     describe_passes,
-    label_batches,
     readouts,
-    reference_examples,
     single_loop,
 )
 from loopdropout_trainer.errors import UserError, count, join_command, run_script
-from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.files import read_json_object, write_file
+from loopdropout_trainer.jobs.diagnosed_data import DiagnosedData, check_data
 from loopdropout_trainer.jobs.runs import TRAINING_TYPES
-from loopdropout_trainer.results.recipe_changes import compare_recipes
 from loopdropout_trainer.results.run_files import (
     BASE_MODEL,
     DEVELOPMENT,
@@ -132,10 +126,12 @@ class Shared:
         loader: Loader, which keeps the base model.
         described: Texts of `describe_setup` that were printed, and are not printed again.
         of_models: Results of models without an adapter by `key_of_model`.
+        batches: Examples by the digest of everything that they depend on.
     """
 
     loader: ModelLoader
     described: set[str] = field(default_factory=set)
+    batches: dict[str, list[Batch]] = field(default_factory=dict)
     of_models: dict[tuple, list[dict[str, Any]]] = field(default_factory=dict)
 
 
@@ -187,7 +183,7 @@ class Diagnosis:
             check_curvature(args.diagnostics, dtypes)
             check_depths(args, self.sources)
             check_data(args, self.sources, self.settings)
-            data = DiagnosedData(args, self.data_args, self.model_args.chat_template, self.sources)
+            data = DiagnosedData(args, self.data_args, self.model_args.chat_template, self.sources, shared.batches)
         rows = []
         for source in self.sources:
             setup = source.describe_setup()
@@ -355,72 +351,6 @@ def check_depths(args: DiagnoseArguments, sources: list[Source]) -> None:
     for source in sources:
         for num_loops in args.eval_num_loops or ():
             source.check_run(num_loops)
-
-
-def check_data(args: DiagnoseArguments, sources: list[Source], settings: dict[str, Any]) -> None:
-    """Raise UserError if a model was trained on other data, whose held-out examples are others."""
-    if args.task != DEVELOPMENT:
-        return
-    for source in sources:
-        if not source.recipe:
-            continue
-        fields = [*SFTDataArguments.__dataclass_fields__]
-        if not has_held_out(source.recipe):
-            fields.remove("eval_files")  # the only examples that the training has not seen
-        difference = compare_recipes(source.recipe, settings, fields=fields)
-        if difference:
-            raise UserError(
-                f"The recipe must have the data of the adapter in {source.name}, but {difference}. To score other examples, "
-                "describe them in `own_benchmarks` and name them in `task`."
-            )
-
-
-class DiagnosedData:
-    """The examples of all models, as each model's own tokenizer reads them.
-
-    Args:
-        args: Task and number of examples.
-        data_args: Data of the training.
-        chat_template: Chat template instead of the trainings'.
-        sources: All models. One without a chat template, such as the base model, reads chats as the first one that has it.
-    """
-
-    def __init__(
-        self, args: DiagnoseArguments, data_args: SFTDataArguments, chat_template: str | None, sources: list[Source]
-    ) -> None:
-        self.args, self.data_args, self.chat_template, self.sources = args, data_args, chat_template, sources
-        self._batches: dict[tuple, list] = {}
-
-    def batches(self, source: Source) -> list:
-        """Return the batches of a model."""
-        key = (source.tokenizer, source.chat_template)
-        if key not in self._batches:
-            tokenizer = source.load_tokenizer(self.chat_template)
-            if not tokenizer.chat_template:
-                templates = (other.load_tokenizer().chat_template for other in self.sources if other.is_adapter)
-                tokenizer.chat_template = next(filter(None, templates), None)
-            self._batches[key] = label_batches(
-                islice(self._examples(tokenizer), self.args.num_examples),
-                tokenizer,
-                self.args.per_device_eval_batch_size,
-                self.args.completion_only_loss,
-                self.args.assistant_only_loss,
-            )
-        return self._batches[key]
-
-    def _examples(self, tokenizer: PreTrainedTokenizerBase) -> Any:
-        args = self.args
-        if args.task != DEVELOPMENT:
-            (task,) = load_benchmarks([args.task], args.own_benchmarks, args.benchmark_revisions)
-            return reference_examples(task, args.num_examples)
-        if self.data_args.preparation is None and not read_sources(vars(self.data_args)):
-            raise UserError("`task` must be set, or a recipe given with held-out examples, because no data is named.")
-        with PartialState().main_process_first():
-            losses = args.completion_only_loss, args.assistant_only_loss
-            examples = load_datasets(self.data_args, tokenizer, args.max_length, *losses).get("eval")
-        if examples is None:
-            raise UserError("`eval_files` or `task` must be set, because no example is held out.")
-        return examples
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def answer_key(lm: LoopedLM) -> str:
         "generation": _without(lm.looped.generation_config.to_dict(), {"transformers_version"}),
         "gates in force": _gates_in_force(lm),
         "modules": [[name, *_describe_module(module)] for name, module in lm.model.named_modules()],
-        "tokenizer": _describe_tokenizer(lm.tokenizer),
+        "tokenizer": describe_tokenizer(lm.tokenizer),
     }
     settings = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     digest.update(json.dumps(lm.columns, sort_keys=True, default=str).encode())
@@ -114,7 +114,7 @@ def _describe_module(module: nn.Module) -> tuple[str, dict[str, Any]]:
     return _class_name(module), {**attributes, "kinds": kinds, "hooks": hook_names}
 
 
-def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return everything that decides the tokens of a text. Padding and truncation are settings of a call."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     attributes = _plain_attributes(tokenizer)

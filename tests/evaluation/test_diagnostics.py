@@ -20,6 +20,7 @@ from loopdropout_trainer import diagnostics, use_gates
 from loopdropout_trainer.diagnostics import curvature, depth_matrix, label_batches, readouts, single_loop
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, own_benchmark
 from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.jobs import diagnosed_data
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.reports.frames import load_results
@@ -421,18 +422,23 @@ def test_diagnose_of_a_sweep_without_a_choice_says_so(sweep, capsys):
     assert "There is no table, because the sweep has not chosen the learning rate of any method yet." in printed
 
 
-def test_diagnose_loads_the_base_model_of_a_sweep_once(sweep, monkeypatch):
-    names = []
+def test_diagnose_loads_the_base_model_and_the_data_of_a_sweep_once(sweep, monkeypatch):
+    names, tokenizers = [], []
 
     def load_base(source, **options):
         names.append(source.name)
         return loading_base(source, **options)
 
-    loading_base = loading.load_base
+    def load_data(data_args, tokenizer, *more):
+        tokenizers.append(tokenizer)
+        return loading_data(data_args, tokenizer, *more)
+
+    loading_base, loading_data = loading.load_base, diagnosed_data.load_datasets
     monkeypatch.setattr(loading, "load_base", load_base)
+    monkeypatch.setattr(diagnosed_data, "load_datasets", load_data)
     words = [str(sweep), "--diagnostics", "single_loop", "--dtype", "float32"]
     load_script("recipes/diagnose.py").main(words)
-    assert len(names) == 1
+    assert len(names) == len(tokenizers) == 1
 
 
 def test_key_of_a_diagnosed_model_has_all_that_its_results_depend_on():
