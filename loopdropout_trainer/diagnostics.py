@@ -432,7 +432,9 @@ def _score(
             rows.append([losses.sum().item(), num_correct, len(targets)])
         sums += torch.tensor(rows, dtype=torch.float64)
     sums = sum(gather_object([sums]))
-    if not isinstance(sums, Tensor) or not sums[0, 2]:
+    if not isinstance(sums, Tensor):
+        raise UserError("`batches` must have a target token, but there is no batch.")
+    if not sums[0, 2]:
         raise UserError("`batches` must have a target token, but every label is -100.")
     return [Score(loss / n, 100 * correct / n, int(n)) for loss, correct, n in sums.tolist()]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from loopdropout_trainer.blocks import OpenBlocks
-from loopdropout_trainer.errors import UserError, count_rows, short_repr
+from loopdropout_trainer.errors import UserError, count, count_rows, short_repr
 from loopdropout_trainer.reruns import Reruns, is_checkpointed
 
 
@@ -121,7 +121,7 @@ class GatedBatch:
         lowest, highest = f"{gates.min().item():.4g}", f"{gates.max().item():.4g}"
         values = f"gates {lowest}" if lowest == highest else f"gates from {lowest} to {highest}"
         size = "all examples" if num_examples == 1 else f"{num_examples} examples"
-        lines = [f"GatedBatch of {size} in {num_loops} loops, {values}. Loops in which they are on:"]
+        lines = [f"GatedBatch of {size} in {count(num_loops, 'loop')}, {values}. Loops in which they are on:"]
         is_on = gates.reshape(num_loops, num_examples, -1).any(dim=2)  # [K, N], of any module
         for example in range(min(num_examples, MOST_SHOWN)):
             loops = [str(loop + 1) for loop in range(num_loops) if is_on[loop, example]]

@@ -146,8 +146,10 @@ class GatingMixin:
         before, self.args.p = self.args.p, p
         try:
             self._read_rule()
+            self._check_depths()
         except UserError:
             self.args.p = before
+            self._take_p()
             raise
 
     def _make_rule(self, args: GateConfig) -> None:
@@ -169,7 +171,7 @@ class GatingMixin:
         check_trainable(self.model)
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which keep the weights themselves
             float32_adapter(self.model, {})  # a program may have called `model.to(torch.bfloat16)`
-        check_depths(self.args, self.rule, self.num_loops, find_one_depth_type(self.looped))
+        self._check_depths()
         if not is_gated_by(self.model, self.rule):  # another adapter, trainer or handle may have replaced the gates
             add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
         self.gate_state = self.unit_gates.gate_state = self.looped.gate_state
@@ -182,6 +184,10 @@ class GatingMixin:
         if self.looped.trained_with.get("training_id") is None:  # else the weights still come from that training
             self.start = find_start(self.model)
             self.looped.trained_with = self.saved_settings()
+
+    def _check_depths(self) -> None:
+        """Raise UserError if the model or the rule cannot train at the depths of `args`."""
+        check_depths(self.args, self._rule, self.num_loops, find_one_depth_type(self.looped))
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, as transformers' Trainer does, which fails hours later for another value."""

@@ -107,9 +107,12 @@ class StopCallback(TrainerCallback):
         if hasattr(norm, "full_tensor"):  # of sharded gradients
             norm = norm.full_tensor()
         if not bool(norm.isfinite()):
+            fix = "Set a lower `learning_rate` or `max_grad_norm`"
+            is_rounded = args.bf16 or any(weight.dtype != torch.float32 for weight in model.parameters())
+            if is_rounded:
+                fix += ", or train in float32"
             raise NonFiniteGradientError(
-                f"The gradients of optimizer step {state.global_step + 1} are not finite. Set a lower `learning_rate` or "
-                "`max_grad_norm`, or train in float32."
+                f"The gradients of optimizer step {state.global_step + 1} are not finite. {fix}."
             )
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -89,8 +89,8 @@ def test_diagnostics_equal_forward_passes(make, tokenizer):
     assert find_looped_model(model).num_loops == 4
     for batch in batches:
         batch["labels"].fill_(-100)
-    for empty in (batches, []):
-        with user_error("`batches` must have a target token"):
+    for empty, reason in ((batches, "every label is -100"), ([], "there is no batch")):
+        with user_error(f"`batches` must have a target token, but {reason}"):
             single_loop(model, empty)
 
 
