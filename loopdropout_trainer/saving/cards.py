@@ -40,6 +40,7 @@ from loopdropout_trainer.saving.checkpoints import (
     describe_unsaved_best,
     load_state,
 )
+from loopdropout_trainer.saving.trainings import is_untrained
 
 
 CARD_FILE = "README.md"
@@ -116,6 +117,7 @@ def write_model_card(
         "scores": scores,
         "recipe": fields.recipe and without_folders(fields.recipe),
         "merged": is_merged,
+        "untrained": is_untrained(model),
         "shared": not kind_of(model, model.active_adapters[0]).one_depth,
     }
     if is_merged:
@@ -157,7 +159,7 @@ def _describe_training(model: PeftModel, fields: CardFields, merged_scale: float
     is_dequantized = is_quantized and merged_scale is not None
     is_scaled = merged_scale not in (None, 1)
     loss = f"Held-out loss ({unit_of_objective(settings.get('objective'))})"
-    public_names = ", ".join(str(_public(name)) for name in fields.dataset_names)
+    public_names = ", ".join(str(name_on_cards(name)) for name in fields.dataset_names)
     facts = {
         "Base model": public_base_name(model),
         "Commit of the base model": getattr(looped, "base_revision", None),
@@ -165,7 +167,7 @@ def _describe_training(model: PeftModel, fields: CardFields, merged_scale: float
         "Training objective": settings.get("objective"),
         "Training rule": getattr(RULES.get(rule), "title", rule),
         "Drop probability p": settings.get("p"),
-        "Trained from the adapter": _public(settings.get("initial_adapter")),
+        "Trained from the adapter": name_on_cards(settings.get("initial_adapter")),
         "Trained before": "; ".join(settings.get("earlier_trainings") or ()) or None,
         "LoRA rank / alpha": f"{lora.r} / {lora.lora_alpha}",
         "Factor of the merged update": merged_scale if is_scaled else None,
@@ -174,13 +176,21 @@ def _describe_training(model: PeftModel, fields: CardFields, merged_scale: float
         "Depths in training": None if {*depths} == {num_loops} else " to ".join(map(str, dict.fromkeys(depths))),
         "Version of loopdropout-trainer": fields.program,
         "Training data": fields.data_description or public_names or settings.get("training_data"),
-        "Training": f"stopped {settings['stopped']}" if settings.get("stopped") else None,
+        "Training": _describe_end(model),
         "Kept weights": fields.kept_checkpoint,
         # A scaled update has another loss than the trained one.
         loss: None if is_scaled else _held_out_loss(fields.results, False, num_loops),
         f"{loss}, base model": _held_out_loss(fields.results, True, num_loops),
     }
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def _describe_end(model: PeftModel) -> str | None:
+    """Return that no training has changed an adapter, or where its training was stopped, or None after a whole training."""
+    if is_untrained(model):
+        return "none"
+    stopped = _training_settings(model).get("stopped")
+    return f"stopped {stopped}" if stopped else None
 
 
 def _training_settings(model: PeftModel) -> dict[str, Any]:
@@ -400,10 +410,11 @@ def base_name(model: PeftModel) -> str | None:
 
 def public_base_name(model: PeftModel) -> str | None:
     """Return the name of the model that an adapter was trained on, without the folders of this computer."""
-    return _public(base_name(model))
+    return name_on_cards(base_name(model))
 
 
-def _public(name: str | None) -> str | None:
+def name_on_cards(name: str | None) -> str | None:
+    """Return the name of a model, an adapter or a dataset without the folders of this computer."""
     if name is None or is_hub_name(name):
         return name
     return Path(public_name(name)).name

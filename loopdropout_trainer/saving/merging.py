@@ -42,6 +42,7 @@ from loopdropout_trainer.saving.cards import (
     without_folders,
     write_model_card,
 )
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.saving.pushing import (
@@ -56,6 +57,7 @@ from loopdropout_trainer.saving.pushing import (
 from loopdropout_trainer.saving.saved_adapter import holds_adapter, read_saved_adapter
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import check_code, write_code
+from loopdropout_trainer.saving.trainings import warn_of_untrained
 from loopdropout_trainer.tokenizers import add_end_tokens, check_tokenizer, end_token_ids, load_tokenizer
 
 
@@ -178,7 +180,7 @@ def merge_and_save(
         The folder.
 
     Raises:
-        UserError: If the adapter cannot be merged, or the folder holds an adapter or the base model.
+        UserError: If the adapter cannot be merged, or the folder holds an adapter, a training or the base model.
     """
     output_dir = as_path("output_dir", output_dir)
     if not isinstance(model, PeftModel):
@@ -189,11 +191,7 @@ def merge_and_save(
     _check_arguments(processing_class, repo_id, scale)
     fields = None if card is None else make_card_fields(card)
     base = model.get_base_model()
-    if holds_adapter(output_dir) or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
-        raise UserError(
-            f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}. Choose a folder of "
-            f"its own, such as {output_dir / 'merged'}."
-        )
+    _check_folder(output_dir, base)
     if fields is None:
         fields = read_card_of(model)
     if repo_id is not None:
@@ -205,9 +203,24 @@ def merge_and_save(
     if processing_class is not None:
         add_end_tokens(base, end_token_ids(processing_class))
     weights = merged_state_dict(model, scale)
+    warn_of_untrained(model, output_dir, merges=True)
     with integrity.saving(output_dir, integrity.MODEL_FILES):
         _write_merged(output_dir, model, weights, processing_class, fields, scale, standalone)
     return output_dir
+
+
+def _check_folder(output_dir: Path, base: PreTrainedModel) -> None:
+    """Raise UserError if a folder holds an adapter, a training that has saved none yet, or the base model."""
+    kind = None
+    if holds_adapter(output_dir) or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
+        kind = "an adapter or of the base model"
+    elif (output_dir / STATE_FILE).is_file() or list_checkpoints(output_dir):
+        kind = "a training, which saves its adapter there"
+    if kind is not None:
+        raise UserError(
+            f"`output_dir` must not be the folder of {kind}, got {output_dir}. Choose a folder of its own, such as "
+            f"{output_dir / 'merged'}."
+        )
 
 
 def _check_arguments(processing_class: Any, repo_id: Any, scale: Any) -> None:
@@ -407,6 +420,8 @@ def _repository(
 
     The arguments are those of `explain_push` and `push_adapter`.
     """
+    if not repo_id:  # the Hub's error about it names nothing
+        raise UserError("`repo_id` must be the name of a repository, such as `user/name`, got ''.")
     with explain_push(repo_id, saved, token):
         repo_id = HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
         create_branch(repo_id, revision, token)

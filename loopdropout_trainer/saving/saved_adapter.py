@@ -40,12 +40,12 @@ def holds_model(folder: str | Path) -> bool:
     return bool(weights) and (folder / "config.json").is_file()
 
 
-def check_adapter_folder(folder: str | Path) -> None:
-    """Raise UserError if a folder holds a whole model."""
+def check_adapter_folder(folder: str | Path, fix: str) -> None:
+    """Raise UserError if a folder holds a whole model. `fix`: the sentence that says what to do."""
     if holds_model(folder):
         raise UserError(
             "`output_dir` must not be the folder of a whole model, such as a merged one, to which transformers would apply "
-            f"the adapter, got {folder}. Save the adapter into another folder, as by `trainer.save_model(folder)`."
+            f"the adapter, got {folder}. {fix}"
         )
 
 

@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, as_path
+from loopdropout_trainer.errors import as_path
 from loopdropout_trainer.lora import check_present, find_active_adapter
 from loopdropout_trainer.results.run_files import RECIPE_FILE, read_used_imports, write_results
 from loopdropout_trainer.results.training_results import (
@@ -33,11 +33,10 @@ from loopdropout_trainer.saving.checkpoints import (
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.saved_adapter import adapter_folder, check_adapter_folder
-from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.saving.trainings import describe_training, warn_of_untrained
 from loopdropout_trainer.settings.arguments import find_unsaved_fields
 from loopdropout_trainer.settings.recipe import dump_recipe
 from loopdropout_trainer.training.clock import StepClock
-from loopdropout_trainer.training.start import describe_training
 from loopdropout_trainer.training.stopping import check_finite
 
 
@@ -111,7 +110,7 @@ class AdapterFilesMixin:
         check_present(self.model)
         check_finite(self.model, self.state.global_step, self.args)
         folder = output_dir or self.args.output_dir
-        check_adapter_folder(folder)
+        check_adapter_folder(folder, "Save the adapter into another folder, as by `trainer.save_model(folder)`.")
         is_checkpoint = _internal_call and output_dir is not None
         if not self.args.should_save:
             super().save_model(output_dir, _internal_call)
@@ -121,7 +120,7 @@ class AdapterFilesMixin:
             if card.is_file():  # TRL has called `create_model_card` for this checkpoint
                 shutil.copy2(card, output_dir)
         else:
-            self._warn_of_replacing(folder)
+            warn_of_untrained(self.model, folder, merges=False)
             self._warn_of_other_trainer(folder)
             with saving(folder, adapter_patterns(self.model.peft_config)):
                 self._save_adapter(output_dir, _internal_call)
@@ -130,20 +129,6 @@ class AdapterFilesMixin:
                 if self.args.push_to_hub:  # which `_save_adapter` has done
                     card = replace(card, repo_id=self.hub_model_id, revision=self.args.hub_revision)
                 write_model_card(folder, self.model, card)
-
-    def _warn_of_replacing(self, folder: str) -> None:
-        """Warn if an adapter that nobody has trained replaces a trained one in a folder."""
-        if self.looped.trained_with.get("training_id") is not None:
-            return
-        try:
-            saved = find_source(folder).metadata
-        except UserError:  # a folder without a usable adapter
-            return
-        if saved.get("training_id") is not None:
-            logger.warning(
-                f"{folder} has an adapter from {describe_training(saved)}. `save_model` replaces it by one that no `train()` "
-                "has trained. To keep a trained adapter, save into another folder."
-            )
 
     def _warn_of_other_trainer(self, folder: str) -> None:
         """Warn if another trainer has trained the model since this one, so that its results are of other weights."""

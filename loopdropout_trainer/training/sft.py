@@ -25,6 +25,7 @@ from loopdropout_trainer.means import find_fault
 from loopdropout_trainer.renames import hide_library_warnings
 from loopdropout_trainer.results.training_results import saved_step
 from loopdropout_trainer.saving.checkpoints import Checkpoint, number_training
+from loopdropout_trainer.saving.saved_adapter import check_adapter_folder
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.argument_checks import hint_at_arguments
 from loopdropout_trainer.training.batches import (
@@ -186,6 +187,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         data must be the data of the checkpoint.
         """
         self._check_surroundings()
+        check_adapter_folder(self.args.output_dir, "Make a trainer with another `output_dir`.")
         check_metric(self)
         num_loops = self.num_loops
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
@@ -223,7 +225,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         finally:
             self._runs_train = False
             self.stop_callback.restore_handlers()
-            self.gate_state.must_draw = False
+            self.gate_state.must_draw = self.gate_state.has_warned = False
             self.gate_state.reset()
             self.unit_gates.micro_batch = 0
             self.looped.num_loops = num_loops

@@ -13,8 +13,10 @@ from loopdropout_trainer.errors import count
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora.compatibility import describe_high_rank, find_smallest_dimension
+from loopdropout_trainer.saving.cards import name_on_cards
 from loopdropout_trainer.saving.checkpoints import Checkpoint
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.saving.trainings import describe_method, describe_training, has_no_update
 
 
 logger = logging.get_logger(__name__)
@@ -50,15 +52,15 @@ def find_start(
     was_trained = former.get("training_id") is not None
     if was_trained and _has_other_base(former, base_weights):
         # Also for a new adapter, because the base model may hold the former training.
-        return _add_training(_read_start(former), f"{describe_training(former)}, {_CHANGED_BASE}")
+        return _add_training(_read_start(former), f"{_describe_former(former)}, {_CHANGED_BASE}")
     adapter = model.active_adapters[0]
     has_zero_init = model.peft_config[adapter].init_lora_weights in _ZERO_INITS
-    if has_zero_init and _has_no_update(model, adapter):
+    if has_zero_init and has_no_update(model, adapter):
         return {}  # a new adapter
     if looped.loaded_adapter is not None:
         return {"initial_adapter": looped.loaded_adapter}
     if was_trained and looped.trained_adapter == adapter:
-        return _add_training(_read_start(former), describe_training(former))
+        return _add_training(_read_start(former), _describe_former(former))
     if has_zero_init:  # another program has trained it, or loaded its weights, without a record
         return _add_training({}, "not known, but the update is not zero")
     return {}  # with another initialization, a new adapter looks like a trained one
@@ -67,6 +69,14 @@ def find_start(
 def _read_start(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings about the start of a training from all of its settings."""
     return {name: settings[name] for name in START_FIELDS if name in settings}
+
+
+def _describe_former(settings: Mapping[str, Any]) -> str:
+    """Return a training in words, with the saved adapter that it started from, which its own recipe names elsewhere."""
+    text, adapter = describe_training(settings), settings.get("initial_adapter")
+    if adapter is None or settings.get("earlier_trainings"):  # the first of which has named it
+        return text
+    return f"{text}, from the adapter '{name_on_cards(adapter)}'"
 
 
 def _has_other_base(settings: Mapping[str, Any], base_weights: str | None) -> bool:
@@ -82,46 +92,6 @@ def _add_training(start: Mapping[str, Any], training: str) -> dict[str, Any]:
     return {**start, "earlier_trainings": [*start.get("earlier_trainings", ()), training]}
 
 
-def _has_no_update(model: PeftModel, adapter: str) -> bool:
-    """Return whether the factors B of an adapter are all zero, as far as this process has them."""
-    for name, parameter in model.named_parameters():
-        is_factor = "lora_B" in name and adapter in name.split(".")
-        if is_factor and bool(parameter.detach().any()):
-            return False
-    return True
-
-
-def describe_training(settings: Mapping[str, Any]) -> str:
-    """Return a training in words, from the settings that were saved with it.
-
-    For example "SFT with Loop Dropout (p = 0.5, K = 4, 20 steps, learning rate 0.0001, seed 42) on 64 examples (digest ...)".
-    """
-    method, facts = _describe_method(settings)
-    # A training that an error ended before its first step or after its last one has no number of steps unless it was saved.
-    facts.append("interrupted" if settings.get("step") is None else count(settings["step"], "step"))
-    if settings.get("learning_rate") is not None:
-        facts.append(f"learning rate {settings['learning_rate']:g}")
-    if settings.get("seed") is not None:
-        facts.append(f"seed {settings['seed']}")
-    data = settings.get("training_data")
-    text = f"{method} ({', '.join(facts)})"
-    return f"{text} on {data}" if data else text
-
-
-def _describe_method(settings: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return the objective with the method, such as "SFT with Loop Dropout", and its facts, such as "p = 0.5" and "K = 4"."""
-    facts = [f"{name} = {settings[name]}" for name in ("p", "rule_args") if settings.get(name) is not None]
-    if settings.get("num_loops") is not None:
-        facts.append(f"K = {settings['num_loops']}")
-    depths = settings.get("depths")
-    if depths and depths[0] != depths[-1]:
-        facts.append(f"depths from {depths[0]} to {depths[-1]} in training")
-    method = settings.get("method") or settings.get("rule") or "a training"
-    if settings.get("objective") is not None:
-        method = f"{settings['objective']} with {method}"
-    return method, facts
-
-
 def describe_what_trains(model: PeftModel, settings: Mapping[str, Any], continues: bool = False) -> str:
     """Return the line that says at the beginning of a training what runs.
 
@@ -133,7 +103,7 @@ def describe_what_trains(model: PeftModel, settings: Mapping[str, Any], continue
         settings: Settings of the training, with those of `find_start`.
         continues: Whether it continues from a checkpoint.
     """
-    method, facts = _describe_method(settings)
+    method, facts = describe_method(settings)
     if settings.get("rule") == "lora":
         method += " without gates"
     if continues:
@@ -185,14 +155,17 @@ def log_start(model: PeftModel, start: Mapping[str, Any], checkpoint: Checkpoint
     earlier = start.get("earlier_trainings")
     if not earlier:
         return
+    trainings = f"before: {'; '.join(earlier)}"
+    if len(earlier) > 2:  # a notebook's cell that has run several times would fill the screen
+        trainings = f"in {len(earlier)} trainings before, the last of which was: {earlier[-1]}"
     if checkpoint is not None:
         logger.warning(
-            f"The training of {checkpoint} started from weights that were trained before: {'; '.join(earlier)}. For a fresh "
+            f"The training of {checkpoint} started from weights that were trained {trainings}. For a fresh "
             "start, train without `resume_from_checkpoint` in another `output_dir`."
         )
     else:
         logger.warning(
-            f"The training starts from present weights of the model, which were trained before: {'; '.join(earlier)}. For a "
+            f"The training starts from present weights of the model, which were trained {trainings}. For a "
             "fresh start, load the base model again and make a new trainer."
         )
     if earlier[-1].endswith(_CHANGED_BASE):

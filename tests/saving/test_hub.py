@@ -602,6 +602,8 @@ def test_failed_push_keeps_the_model_and_hides_the_token(tmp_path, monkeypatch):
     monkeypatch.setattr(HfApi, "create_repo", Mock(side_effect=refusal))
     with user_error("403 Forbidden .* The merged model is saved in ") as error:
         push_merged_to_hub(folder, "someone/model", token="mine")
+    with user_error("`repo_id` must be the name of a repository, such as `user/name`, got ''"):
+        push_merged_to_hub(folder, "")
     message = str(error.value)
     assert TOKEN not in message and "mine" not in message and str(folder) in message
     assert error.value.__cause__ is None and error.value.__suppress_context__

@@ -127,6 +127,10 @@ def test_frozen_adapters_raise(make_sft):
     for make in (loop_dropout, make_sft, in_inference, lambda model: trainer.train()):
         with user_error("must not be frozen.* `is_trainable=True`.* set `inference_mode=False`"):
             make(frozen)
+    disabled = make_sft()
+    disabled.model.disable_adapter_layers()
+    with user_error("must not be disabled, because nothing would train. .* `model.enable_adapter_layers"):
+        disabled.train()
 
 
 def test_draws_depend_on_seed_pass_and_process(monkeypatch):
@@ -333,8 +337,13 @@ def test_other_trainer_of_a_gated_model_warns(make_sft, tmp_path, log):
     assert not is_warned()
     rows = [{"input_ids": row, "labels": row} for row in IDS]
     args = transformers.TrainingArguments(tmp_path, max_steps=2, save_strategy="no", use_cpu=True, report_to="none")
-    transformers.Trainer(model, args, train_dataset=rows, data_collator=transformers.default_data_collator).train()
-    assert is_warned() == 1 and "call `loop_dropout(model)` first" in log.text
+    collate = transformers.default_data_collator
+    other = transformers.Trainer(model, args, train_dataset=rows, data_collator=collate)
+    other.train()
+    assert is_warned() == 1
+    trainer.train()  # after which the other one may not know the warning
+    other.train()
+    assert is_warned() == 2 and "call `loop_dropout(model)` first" in log.text
 
 
 @pytest.mark.parametrize("is_base_only", [True, False])

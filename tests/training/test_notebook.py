@@ -45,9 +45,9 @@ from loopdropout_trainer.gate_state import GatedBatch
 from loopdropout_trainer.gates import RULES, ExactlyM, GateRule, make_rule
 from loopdropout_trainer.lora import adapted_layers
 from loopdropout_trainer.results.training_results import as_trained
+from loopdropout_trainer.saving.trainings import describe_training
 from loopdropout_trainer.settings.arguments import AdapterArguments
 from loopdropout_trainer.settings.recipe import load_recipe
-from loopdropout_trainer.training.start import describe_training
 
 
 LAYER_0 = ["model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_proj"]
@@ -243,6 +243,7 @@ def test_last_gates_print_the_loops_of_each_example(train):
     modules[1, 0, 2] = 0.5
     *_, last = lines = repr(GatedBatch(modules)).splitlines()
     assert (lines[1], lines[2], last) == ("  example 1: 2", "  example 2: none", "  and 2 more, see `sampled`")
+    assert "10 examples in 1 loop, gates 0." in repr(GatedBatch(torch.zeros(1, 10)))
     assert repr(GatedBatch()) == "GatedBatch with unit gates" and "of all examples" in repr(
         GatedBatch(torch.zeros(4, 1))
     )
@@ -338,6 +339,39 @@ def test_untrained_adapter_that_replaces_a_trained_one_is_named(train, make_sft,
         in log.text
     )
     assert "`save_model` replaces it by one that no `train()` has trained." in log.text
+
+
+def test_merge_of_an_untrained_adapter_is_named(train, make_sft, tmp_path, log):
+    """As after the cell that makes the trainer ran again. The merged model is the base model."""
+    trained, folder = train(max_steps=1), tmp_path / "merged"
+    with user_error("`output_dir` must not be the folder of a training, which .* such as .*/merged"):
+        merge_and_save(trained.model, trained.args.output_dir)
+    merge_and_save(trained.model, folder)
+    trained_card = (folder / "README.md").read_text()
+    assert "fine-tuned" in trained_card and "replaces" not in log.text and "is the base model" not in log.text
+    untrained = make_sft()
+    with user_error("`output_dir` must not be the folder of a training"):
+        merge_and_save(untrained.model, trained.args.output_dir)
+    merge_and_save(untrained.model, folder)
+    assert f"The merged model in {folder} is the base model, because no training has changed the adapter" in log.text
+    assert f"{folder} has a merged model from SFT with Loop Dropout (p = 0.5, K = 4, 1 step" in log.text
+    assert "`merge_and_save` replaces it by one that no `train()` has trained." in log.text
+    untrained.save_model(str(tmp_path / "adapter"))
+    for place in ("merged", "adapter"):
+        card = (tmp_path / place / "README.md").read_text()
+        assert "| Training | none |" in card and "o training has changed" in card and "fine-tuned" not in card
+        assert "Trained with" not in card
+    log.clear()
+    merge_and_save(
+        load_adapter(untrained.model.unload(), tmp_path / "adapter"), tmp_path / "again"
+    )  # as the command does
+    assert "is the base model, because no training" in log.text and "replaces" not in log.text
+    before = sorted(folder.rglob("*"))
+    with user_error(
+        "`output_dir` must not be the folder of a whole model, .* Make a trainer with another `output_dir`"
+    ):
+        make_sft(max_steps=1, output_dir=str(folder)).train()
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_gates_of_a_compiled_model_name_the_model(train):
@@ -558,8 +592,18 @@ def test_training_from_a_saved_adapter_names_its_folder(make_sft, tmp_path, save
     third.train()
     assert " trains an adapter of " in capsys.readouterr().out
     facts = metadata_of(third)
-    assert facts["initial_adapter"] == str(saved / "adapter") and len(facts["earlier_trainings"]) == 1
-    assert "adapter_name_or_path" not in load_recipe(tmp_path / "third" / "recipe.yaml")
+    assert facts["initial_adapter"] == str(saved / "adapter")
+    (earlier,) = facts["earlier_trainings"]
+    assert earlier.endswith(", from the adapter 'adapter'") and earlier in log.text  # its folder stays off the card
+    recipe = tmp_path / "third" / "recipe.yaml"
+    assert "adapter_name_or_path" not in load_recipe(recipe) and earlier in recipe.read_text()
+    for _ in range(2):
+        log.clear()
+        third.train()
+    earlier = metadata_of(third)["earlier_trainings"]
+    assert len(earlier) == 3 and "from the adapter" not in earlier[-1]
+    assert f"trained in 3 trainings before, the last of which was: {earlier[-1]}. For a fresh" in log.text
+    assert earlier[0] not in log.text
 
 
 def test_training_over_a_merged_one_names_it(train, make_sft, tmp_path, log):
@@ -1041,7 +1085,9 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
     assert trainer.looped.trained_with["p"] == 0.75
     with user_error(r"`p` must be a number in \[0, 1\), got 2"):
         trainer.p = 2
-    assert trainer.p == 0.75
+    with user_error("`p` has 2 values, but the model runs 4 loops"):
+        trainer.p = [0.1, 0.2]
+    assert trainer.p == trainer.rule.p == 0.75
     trainer.p = None  # the rule's own value
     trainer.prepare_gates()
     assert trainer.p == trainer.saved_settings()["p"] == 0.5
