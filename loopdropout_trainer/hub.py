@@ -45,9 +45,6 @@ def split_revision(name: str, revision: str | None = None) -> tuple[str, str | N
 def download_files(name: str, revision: str | None, what: str, patterns: Sequence[str]) -> tuple[Path, str]:
     """Download files of a repository, and return their folder and the commit.
 
-    A name without an owner that is close to the name of a known model is an error without a question to the Hub, which could
-    take half a minute without a connection.
-
     Args:
         name: Name of the repository, as the user typed it.
         revision: Branch, tag or commit.
@@ -59,19 +56,27 @@ def download_files(name: str, revision: str | None, what: str, patterns: Sequenc
     """
     from huggingface_hub.errors import RevisionNotFoundError
 
+    check_repository_name(name)
+    try:
+        folder = _download(name, revision, patterns)
+    except RevisionNotFoundError:
+        raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from None
+    except (OSError, ValueError) as error:
+        raise _explain_missing(name, what, error, model_hint(name)) from None
+    return Path(folder), Path(folder).name
+
+
+def check_repository_name(name: str) -> None:
+    """Raise UserError for a name that no repository can have, or one without an owner that is close to that of a known model.
+
+    It asks no question to the Hub, which could take half a minute without a connection.
+    """
     hint = partial(model_hint, name)  # which reads all recipes, so only for an error
     check_name(name, hint)
     if "/" not in name and not is_downloaded(name):
         meant = hint()
         if meant:
             raise UserError(f"There is no folder {name}, and a model on the Hub has a name such as user/model.{meant}")
-    try:
-        folder = _download(name, revision, patterns)
-    except RevisionNotFoundError:
-        raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from None
-    except (OSError, ValueError) as error:
-        raise _explain_missing(name, what, error, hint()) from None
-    return Path(folder), Path(folder).name
 
 
 def _explain_missing(name: str, what: str, error: Exception, hint: str) -> UserError:
@@ -117,6 +122,9 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> str:
     download = partial(
         snapshot_download, name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_LARGE_FILES
     )
+    if is_downloaded(name) and not can_reach_hub():  # its client would try for half a minute before it reads the cache
+        with suppress(OSError, ValueError):
+            return download(local_files_only=True)
     try:
         return download()
     except RevisionNotFoundError:

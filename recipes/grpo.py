@@ -50,8 +50,11 @@ def main(argv: list[str] | None = None) -> None:
     )
 
     # Tokenizer and data
-    tokenizer = job.load_tokenizer()
-    dataset = job.load_data(tokenizer)
+    dataset = job.load_data()
+    if dataset is None:  # a dry run without a network, which has printed the plan
+        job.end_dry_run()
+        return
+    tokenizer = job.tokenizer
     if "completion" not in dataset["train"].column_names:
         raise UserError("The examples must have the columns `prompt` and `completion`, which is the reference.")
     with hide_short_bars(num_rows=sum(dataset.num_rows.values())):

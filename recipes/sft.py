@@ -39,8 +39,11 @@ def main(argv: list[str] | None = None) -> None:
     )
 
     # Tokenizer and data
-    tokenizer = job.load_tokenizer()
-    dataset = job.load_data(tokenizer, training_args.max_length)
+    dataset = job.load_data()
+    if dataset is None:  # a dry run without a network, which has printed the plan
+        job.end_dry_run()
+        return
+    tokenizer = job.tokenizer
     if script_args.preview is not None:
         examples = job.loaded.find_examples(script_args.preview)
         if not examples:

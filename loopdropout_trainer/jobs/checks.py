@@ -94,3 +94,13 @@ def _check_tasks(options: ScriptArguments, recipe: Mapping[str, Any]) -> None:
         from loopdropout_trainer.evaluation.loading import check_revisions
 
         check_revisions(revisions, names)
+
+
+def check_scored_loops(options: ScriptArguments, datasets: Mapping[str, Any]) -> None:
+    """Raise UserError if losses of each loop are asked for after the training, but no held-out example is short enough."""
+    number = getattr(options, "single_loop_batches", 0)  # only `sft` has the field
+    if number and "eval" not in datasets:
+        raise UserError(
+            f"`single_loop_batches` must be 0, got {number}, because all held-out examples are longer than `max_length`. "
+            "Raise `max_length`, or hold out shorter examples."
+        )

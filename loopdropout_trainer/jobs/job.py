@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from loopdropout_trainer.data import DataArguments, LeftOut
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gates.rule import check_rule_name
-from loopdropout_trainer.jobs.checks import check_settings
+from loopdropout_trainer.jobs.checks import check_scored_loops, check_settings
 from loopdropout_trainer.jobs.example_plan import describe_left_out, describe_loaded
 from loopdropout_trainer.jobs.measuring import evaluate, measure
 from loopdropout_trainer.jobs.plan import (
@@ -28,7 +28,12 @@ from loopdropout_trainer.jobs.plan import (
 from loopdropout_trainer.jobs.run_training import load_trained, name_device, train_new
 from loopdropout_trainer.jobs.runs import Run, describe_further
 from loopdropout_trainer.jobs.starts import read_trainings
-from loopdropout_trainer.jobs.training_data import load_training_examples, load_training_tokenizer
+from loopdropout_trainer.jobs.training_data import (
+    NotLoaded,
+    TrainingExamples,
+    load_examples_of_plan,
+    load_training,
+)
 from loopdropout_trainer.results.imported_code import describe_accepted, describe_imports
 from loopdropout_trainer.results.run_files import DEVELOPMENT, RECIPE_FILE, write_run
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop
@@ -72,7 +77,7 @@ class Job:
         starts_over: Whether the user has set `resume_from_checkpoint` to false.
         conflict: Message of a dry run about a folder that keeps a run from starting, or None.
         trainings, plan: What the costs of the runs depend on, and the texts of the plan by title, in the process that prints.
-        loaded: Examples, from `load_data`.
+        loaded, tokenizer: Examples and their tokenizer, from `load_data`.
         tasks: Tasks to evaluate, from `load_tasks`.
         references: Problems of `diagnose_task` with their solutions, from `load_tasks`.
 
@@ -104,6 +109,7 @@ class Job:
         self.references: list[dict[str, str]] = []
         self.progress: JobProgressCallback | None = None
         self.loaded: LoadedExamples | None = None
+        self.tokenizer: PreTrainedTokenizerBase | None = None
         self.trainings: list[Training] = []
         self.plan: dict[str, str] = {}
         if training.process_index == 0:
@@ -167,49 +173,52 @@ class Job:
 
     # Data
 
-    def load_data(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> DatasetDict:
-        """Load the examples as `load_datasets` does, and print the plan with the numbers of examples and steps.
+    def load_data(self) -> DatasetDict | None:
+        """Load the tokenizer and the examples, and print the plan with the numbers of examples and steps.
 
         A mistake in the data is an error before any line of the plan. Only the examples that are left out are printed then,
         with the reason, because it may be why too few are left.
+
+        Returns:
+            The examples, as `load_datasets` does, or None in a dry run that cannot reach the Hub, which has printed the rest
+            of the plan.
         """
         left_out: list[LeftOut] = []
         try:
-            with self._plan_without_network():
-                loaded = load_training_examples(
-                    self.model_args, self.data_args, self.args, tokenizer, max_length, left_out
-                )
-            check_sampling(self.args, loaded.datasets["train"])
-            self._check_scored_loops(loaded.datasets)
+            examples = self._load_examples(left_out)
+            if isinstance(examples, NotLoaded):
+                self._print_plan({"examples": examples.text})
+                return None
+            datasets = examples.loaded.datasets
+            check_sampling(self.args, datasets["train"])
+            check_scored_loops(self.script_args, datasets)
         except BaseException:
             if left_out and self.args.process_index == 0:
                 print(*describe_left_out(left_out), sep="\n", flush=True)
             raise
+        self.loaded, self.tokenizer = examples.loaded, examples.tokenizer
         if self.plan:
-            self.plan |= describe_loaded(loaded, left_out, self.data_args, self.args, self.trainings)
-            print(*write_plan(self.plan), sep="\n", flush=True)
-        self._hint_at_evaluation(loaded.datasets)
-        self.loaded = loaded
-        return loaded.datasets
+            self._print_plan(describe_loaded(self.loaded, left_out, self.data_args, self.args, self.trainings))
+        self._hint_at_evaluation(datasets)
+        return datasets
 
-    @contextmanager
-    def _plan_without_network(self) -> Iterator[None]:
-        """Print the plan if the block cannot reach the Hub, because the plan needs no network. Mistakes come without it."""
+    def _load_examples(self, left_out: list[LeftOut]) -> TrainingExamples | NotLoaded:
+        """Load the tokenizer and the examples. Only a plan does without them, and a preview prints one."""
+        arguments = self.model_args, self.data_args, self.args, left_out
+        if self.script_args.dry_run and getattr(self.script_args, "preview", None) is None:
+            return load_examples_of_plan(*arguments)
         try:
-            yield
+            return load_training(*arguments)
         except UserError as error:
-            if is_unreachable(error) and self.plan:
-                print(*write_plan(self.plan), sep="\n", flush=True)
+            if is_unreachable(error):  # the plan needs no network
+                self._print_plan({})
             raise
 
-    def _check_scored_loops(self, datasets: DatasetDict) -> None:
-        """Raise UserError if losses of each loop are asked for after the training, but no held-out example is short enough."""
-        number = getattr(self.script_args, "single_loop_batches", 0)  # only `sft` has the field
-        if number and "eval" not in datasets:
-            raise UserError(
-                f"`single_loop_batches` must be 0, got {number}, because all held-out examples are longer than `max_length`. "
-                "Raise `max_length`, or hold out shorter examples."
-            )
+    def _print_plan(self, texts: Mapping[str, str]) -> None:
+        """Print the plan with further texts, in the process that has it."""
+        if self.plan:
+            self.plan |= texts
+            print(*write_plan(self.plan), sep="\n", flush=True)
 
     def _hint_at_evaluation(self, datasets: DatasetDict) -> None:
         """Log that the training is not evaluated on the held-out examples that the user has asked for, and no task is."""
@@ -364,11 +373,6 @@ class Job:
                 device=name_device(trainer.args.device),
                 num_processes=trainer.args.world_size,
             )
-
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer of the base model, with the recipe's chat template and end token."""
-        with self._plan_without_network():
-            return load_training_tokenizer(self.model_args, self.args)
 
     # After the training
 

@@ -21,7 +21,7 @@ from loopdropout_trainer.data.files import check_files, error_in_row
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.errors import UserError, is_unreachable
 from loopdropout_trainer.files import model_path
-from loopdropout_trainer.hub import can_reach_hub, means_folder
+from loopdropout_trainer.hub import can_reach_hub, check_repository_name, is_downloaded, means_folder
 from loopdropout_trainer.jobs.example_plan import add_counts, count_rows, list_examples
 from loopdropout_trainer.jobs.starts import read_config
 from loopdropout_trainer.published_sizes import PUBLISHED
@@ -142,21 +142,27 @@ def _find_described_model(model: ModelArguments) -> LoopedModelMixin | None:
     return find_looped_model(load_skeleton(model.model_name_or_path, model.model_revision))
 
 
-class SweepExamples(NamedTuple):
-    """The examples of a method of a sweep: the fields about them, the loaded ones, and which are left out."""
+class TrainingExamples(NamedTuple):
+    """The examples of a training: the fields about them, the loaded ones, which are left out, and their tokenizer."""
 
     data: DataArguments
     loaded: LoadedExamples
     left_out: list[LeftOut]
+    tokenizer: PreTrainedTokenizerBase
 
 
 class NotLoaded(NamedTuple):
-    """The reason why the examples of a method of a sweep are not loaded, as the end of "not checked, because"."""
+    """The reason why a plan has no examples of a training, as the end of "not checked, because"."""
 
     reason: str
 
+    @property
+    def text(self) -> str:
+        """The text of the line `examples` of a plan."""
+        return f"not checked, because {self.reason}"
 
-def load_sweep_examples(sweep: Any) -> dict[str, SweepExamples | NotLoaded]:
+
+def load_sweep_examples(sweep: Any) -> dict[str, TrainingExamples | NotLoaded]:
     """Load and check the examples of each method of a sweep, once for all methods with the same ones.
 
     Args:
@@ -177,32 +183,53 @@ def load_sweep_examples(sweep: Any) -> dict[str, SweepExamples | NotLoaded]:
         (args,) = build_part((CONFIGS[sweep.script],), {**read, "output_dir": sweep.output_dir, "use_cpu": True})
         key = repr((data, model.model_name_or_path, model.model_revision, model.chat_template, read))
         if key not in loaded_before:
-            loaded_before[key] = _load_unless_unreachable(model, data, args)
+            loaded_before[key] = load_examples_of_plan(model, data, args, [])
         examples[method] = loaded_before[key]
     return examples
 
 
-def _load_unless_unreachable(
-    model: ModelArguments, data: DataArguments, args: GateConfig
-) -> SweepExamples | NotLoaded:
-    """Load the examples of a training, unless they or the model are on the Hub, which cannot be reached."""
+def load_training(
+    model: ModelArguments, data: DataArguments, args: GateConfig, left_out: list[LeftOut]
+) -> TrainingExamples:
+    """Load the tokenizer and the examples of a training.
+
+    Args:
+        model, data, args: As in `load_training_examples`.
+        left_out: Empty list, to which the examples that are left out are added, also before an error.
+
+    Raises:
+        UserError: As `load_training_tokenizer` and `load_training_examples` do.
+    """
+    tokenizer = load_training_tokenizer(model, args)
+    loaded = load_training_examples(model, data, args, tokenizer, getattr(args, "max_length", None), left_out)
+    return TrainingExamples(data, loaded, left_out, tokenizer)
+
+
+def load_examples_of_plan(
+    model: ModelArguments, data: DataArguments, args: GateConfig, left_out: list[LeftOut]
+) -> TrainingExamples | NotLoaded:
+    """Load the examples of a training for its plan, unless they or the model are on the Hub, which cannot be reached.
+
+    Arguments and errors: as in `load_training`. This decides for a training and for a sweep that a plan needs no network.
+    """
     check_files(data.files)
+    name = model_path(model.model_name_or_path)
+    if not Path(name).is_dir():
+        check_repository_name(name)
     if not _is_local(model, data) and not can_reach_hub():
         return NotLoaded(_explain_unreachable(model))
-    left_out: list[LeftOut] = []
     try:
-        tokenizer = load_training_tokenizer(model, args)
-        loaded = load_training_examples(model, data, args, tokenizer, getattr(args, "max_length", None), left_out)
+        return load_training(model, data, args, left_out)
     except UserError as error:
         if is_unreachable(error):
             return NotLoaded(_explain_unreachable(model))
         raise
-    return SweepExamples(data, loaded, left_out)
 
 
 def _is_local(model: ModelArguments, data: DataArguments) -> bool:
     """Return whether the tokenizer and the data of a training are on this computer, by their names."""
-    if not Path(model_path(model.model_name_or_path)).is_dir():
+    name = model_path(model.model_name_or_path)
+    if not Path(name).is_dir() and not is_downloaded(name):
         return False
     if PREPARATIONS[data.preparation].problems:  # it generates its examples
         return True
@@ -219,25 +246,25 @@ def _explain_unreachable(model: ModelArguments) -> str:
     return f"there is no folder {name}, and the Hub cannot be reached"
 
 
-def are_all_loaded(examples: Mapping[str, SweepExamples | NotLoaded]) -> bool:
+def are_all_loaded(examples: Mapping[str, TrainingExamples | NotLoaded]) -> bool:
     """Return whether `load_sweep_examples` has loaded and checked the examples of all methods."""
     return not any(isinstance(own, NotLoaded) for own in examples.values())
 
 
 def count_sweep_examples(
-    examples: Mapping[str, SweepExamples | NotLoaded], trainings: Mapping[str, Training]
+    examples: Mapping[str, TrainingExamples | NotLoaded], trainings: Mapping[str, Training]
 ) -> dict[str, Training]:
     """Return the training of each method of a sweep, with its numbers of rows and tokens if its examples are loaded."""
     counted = dict(trainings)
     for method, own in examples.items():
-        if isinstance(own, SweepExamples):
+        if isinstance(own, TrainingExamples):
             num_rows = count_rows(own.loaded, trainings[method].args)
             counted[method] = add_counts(trainings[method], own.loaded, num_rows)
     return counted
 
 
 def describe_sweep_examples(
-    examples: Mapping[str, SweepExamples | NotLoaded], trainings: Mapping[str, Training]
+    examples: Mapping[str, TrainingExamples | NotLoaded], trainings: Mapping[str, Training]
 ) -> dict[str, dict[str, str]]:
     """Return the lines of a sweep's plan about the examples and what is left out, by title and method.
 
@@ -249,7 +276,7 @@ def describe_sweep_examples(
     for method, training in trainings.items():
         own = examples[method]
         if isinstance(own, NotLoaded):
-            lines["examples"][method] = f"not checked, because {own.reason}"
+            lines["examples"][method] = own.text
             continue
         texts = list_examples(own.loaded, training.num_rows, own.data, training.args)
         lines["examples"][method] = "\n".join(texts)

@@ -26,7 +26,7 @@ from loopdropout_trainer.jobs.starts import describe_gates, make_training, read_
 from loopdropout_trainer.jobs.training_data import (
     CONFIGS,
     NotLoaded,
-    SweepExamples,
+    TrainingExamples,
     are_all_loaded,
     count_sweep_examples,
     describe_sweep_examples,
@@ -90,7 +90,7 @@ def _complete_command(sweep: Any, command: str) -> str:
     return f"{command} {ACCEPT}   # if the change of the code does not concern the results"
 
 
-def _load_examples(sweep: Any) -> dict[str, SweepExamples | NotLoaded]:
+def _load_examples(sweep: Any) -> dict[str, TrainingExamples | NotLoaded]:
     """Return the examples of each method of a sweep, or nothing for another script, whose examples are not known.
 
     Raises:
@@ -100,7 +100,7 @@ def _load_examples(sweep: Any) -> dict[str, SweepExamples | NotLoaded]:
     return load_sweep_examples(sweep) if sweep.script in CONFIGS else {}
 
 
-def describe_sweep_plan(sweep: Any, examples: Mapping[str, SweepExamples | NotLoaded]) -> dict[str, str]:
+def describe_sweep_plan(sweep: Any, examples: Mapping[str, TrainingExamples | NotLoaded]) -> dict[str, str]:
     """Return the texts of the plan of a sweep by their titles, "" for titles that are left out.
 
     Args:

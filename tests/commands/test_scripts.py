@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import platform
 import re
 import shutil
@@ -19,7 +20,7 @@ from peft import get_peft_model
 from peft.tuners.lora import LoraLayer
 
 from helpers.errors import user_error
-from helpers.files import ROOT, load_script, read_lines, write_lines
+from helpers.files import ROOT, TINY_OURO_PATH, load_script, read_lines, write_lines
 from helpers.results import expected_results
 from helpers.tiny import TINY, tiny_hrm, tiny_ouro
 from loopdropout_trainer import default_peft_config, load_model
@@ -235,12 +236,36 @@ def test_shrunken_number_of_held_out_examples_is_explained(tmp_path):
     assert re.search(r" held out of the 40 asked for, because the others have more than 40 tokens, 6 optimizer", plan)
 
 
-def test_plan_without_network_has_all_that_needs_none(tmp_path):
-    plan, error = dry_run("gsm8k.yaml --use_cpu true --output_dir", tmp_path)
-    assert "The model ByteDance/Ouro-1.4B cannot be loaded" in error
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_plan_without_network_has_all_that_needs_none(tmp_path, monkeypatch, caplog, is_offline):
+    """As the plan of a sweep, whether the user has said that there is no network or not."""
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    plan = run("gsm8k.yaml --use_cpu true --dry_run true --output_dir", tmp_path)
+    assert "\nexamples    not checked, because the Hub cannot be reached\n" in plan and "Retrying" not in caplog.text
     assert "training    2 epochs (at most 1,744 steps), 8 examples per step, learning rate 0.0001, seed 101\n" in plan
     assert "\npaper       12 to 14 minutes on an H100, H200 or B200, as the paper says (section Compute)\n" in plan
     assert "data        gsm8k openai/gsm8k\n" in plan and "device " in plan and "afterwards " in plan
+    with user_error("There is no folder tiny-oruo, and a model on the Hub has .* Did you mean 'tiny-ouro'?"):
+        run("gsm8k.yaml --use_cpu true --dry_run true --model_name_or_path tiny-oruo --output_dir", tmp_path)
+    if is_offline:  # else the client of the Hub tries for half a minute
+        plan, error = dry_run("gsm8k.yaml --use_cpu true --preview 0 --output_dir", tmp_path)
+        assert "The model ByteDance/Ouro-1.4B cannot be loaded" in error and "\ntraining    2 epochs" in plan
+
+
+def test_plan_reads_a_downloaded_model_without_network(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    folder = tmp_path / "hub/models--user--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("a" * 40)
+    shutil.copytree(TINY_OURO_PATH, folder / "snapshots" / ("a" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    words = ["--model_name_or_path user/tiny --dry_run true --output_dir", tmp_path / "run"]
+    plan = run("--preparation arithmetic --num_train_examples 8 --use_cpu true", *words)
+    assert re.search(r"\nexamples    8, \d+ held out", plan) and "Retrying" not in caplog.text
 
 
 def test_sft_never_saves_tokens(quickstart):
