@@ -21,6 +21,7 @@ import loopdropout_trainer
 from helpers.files import ROOT, write_lines
 from helpers.processes import Program, python
 from loopdropout_trainer.files import recipes_folder
+from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import FAMILIES, SUPPORTED
 from loopdropout_trainer.settings.recipe import load_recipe
 from loopdropout_trainer.training.config import (
@@ -447,3 +448,14 @@ def test_site_links_the_files_of_the_repository(page, text, linked, named, monke
             assert text in (ROOT / page).read_text() and wanted in converted and text not in converted
         else:
             assert converted == wanted
+
+
+def test_pages_name_every_rule_and_table():
+    """Those of the package. Tables of the paper have a row in the page of the recipes, and figures do not."""
+    page = (ROOT / "docs/sft.md").read_text(encoding="utf-8")
+    table = re.search(r"\| `rule` \| gates in training \|\n(?:\|.*\n)+", page)[0]
+    packaged = [name for name, rule in RULES.items() if rule.__module__.startswith("loopdropout_trainer.")]
+    assert len(packaged) > 10 and [name for name in packaged if f"`{name}`" not in table] == []
+    rows = "".join(re.findall(r"^\|.*\n", (ROOT / "recipes/README.md").read_text(encoding="utf-8"), re.MULTILINE))
+    tables = [path.stem for path in ROOT.glob("recipes/tables/*.yaml") if not path.stem.startswith("figure_")]
+    assert len(tables) > 10 and [name for name in tables if f"`{name}`" not in rows] == []
