@@ -158,7 +158,8 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
     Args:
         model: Looped model, with or without an adapter.
         batches: Model inputs with labels.
-        depths: Numbers of loops. Default: 1 to 2K. An adapter with parameters of its own for each loop runs at K only.
+        depths: Numbers of loops. Default: 1 to 2K, and 1 to K under gates [K]. An adapter with parameters of its own for each
+            loop runs at K only.
 
     Returns:
         `depth_loss` and `depth_token_accuracy` with `num_loops` of each depth. `gates` are those of a block of `use_gates`
@@ -166,7 +167,9 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
     """
     num_loops = find_looped_model(model).num_loops
     if depths is None:
-        depths = range(1, 2 * num_loops + 1)
+        gates = find_looped_model(model).gate_state.gates  # of a block, which may have no more loops
+        largest = 2 * num_loops if gates is None else len(gates)
+        depths = range(1, largest + 1)
     if not isinstance(depths, Sequence) or isinstance(depths, str) or not depths:
         raise UserError(f"`depths` must be a list of numbers of loops, such as [2, 4], got {short_repr(depths)}.")
     for depth in depths:

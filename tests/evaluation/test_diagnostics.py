@@ -103,6 +103,7 @@ def test_labels_name_the_gates_of_a_block(tokenizer):
     with use_gates(model, [0.5, 0, 0, 1]):
         rows = [*readouts(model, batches), *depth_matrix(model, batches, [1, 4])]
         assert [row["gates"] for row in rows] == ["0.5-0-0-1"] * 8 + ["0.5"] * 2 + ["0.5-0-0-1"] * 2
+        assert [row["num_loops"] for row in depth_matrix(model, batches)[::2]] == [1, 2, 3, 4]
         assert [row["gates"] for row in single_loop(model, batches)[-2:]] == ["unit"] * 2
         assert lm.columns == {"num_loops": 4, "gates": "0.5-0-0-1"}
         assert own.columns == {"num_loops": 4, "gates": "loop 2", "loop": 2}

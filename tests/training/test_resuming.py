@@ -380,10 +380,13 @@ def test_non_finite_gradient_stops_before_the_step(make_trainer):
             return loss * float("inf") if self.state.global_step == 4 else loss
 
     trainer = make_trainer(cls=Spoiled)
-    with pytest.raises(NonFiniteGradientError, match="optimizer step 5"):
+    with pytest.raises(NonFiniteGradientError, match="optimizer step 5 .* or `max_grad_norm`[.]$"):
         trainer.train()
     torch.testing.assert_close(trained_parameters(trainer.model), trainer.seen[-1].weights, rtol=0, atol=0)
     assert newest_checkpoint(trainer.args.output_dir).endswith("checkpoint-4")
+    model = trainer.model.to(torch.bfloat16)
+    with pytest.raises(NonFiniteGradientError, match="`max_grad_norm`, or train in float32"):
+        trainer.stop_callback.on_pre_optimizer_step(trainer.args, trainer.state, None, model)
 
 
 def test_non_finite_weights_are_not_saved(make_trainer):
