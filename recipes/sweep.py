@@ -51,7 +51,7 @@ from loopdropout_trainer.sweeps.code import (
     has_other_results,
     name_other_results,
 )
-from loopdropout_trainer.sweeps.counts import count_by_method, describe_uncounted, list_logs, name_failed, name_waiting
+from loopdropout_trainer.sweeps.counts import count_by_method, describe_uncounted, list_logs, read_progress
 from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, check_fields, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweeps.plan import check_folder, print_commands, print_sweep_plan
 from loopdropout_trainer.sweeps.run_times import RunKind, count_left, find_kind, find_means, means_by_method
@@ -327,16 +327,13 @@ class Sweep:
         choices = {} if self.full_grid else {method: self.choice(method)._asdict() for method in self.recipes}
         choices |= find_kept_choices(self)
         grid, task = dict.fromkeys(self.recipes, self.full_grid), dict.fromkeys(self.recipes, self.select_on)
-        finished = {method: not self.pending_of(method) for method in self.recipes}
         update_summary(
             self.output_dir,
+            methods=[*self.recipes],
             choices=choices,
             select_on=task,
             full_grid=grid,
-            trainings=count_by_method(self),
-            finished=finished,
-            failed=name_failed(self),
-            waiting=name_waiting(self),
+            **read_progress(self),
             other_code=name_other_results(self),
             run_seconds=means_by_method(self),
         )
@@ -424,7 +421,7 @@ def main(argv: list[str] | None = None) -> None:
                 print_summary(sweep)
             sweep.check_failures()
         except KeyboardInterrupt as error:
-            error.args = (describe_interruption(sweep.output_dir),)
+            error.args = (describe_interruption(sweep.output_dir, sweep.recipes),)
             raise
         finally:
             signal.signal(signal.SIGTERM, former)

@@ -52,6 +52,7 @@ from loopdropout_trainer.reports.recipe_columns import read_column
 from loopdropout_trainer.reports.result_choice import (
     describe_choice_reason,
     split_choices,
+    split_copies,
     split_repeated,
     split_replaced,
 )
@@ -113,9 +114,9 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     `checkpoint` (its step, if a checkpoint was measured), `code` (`number_codes`), `chose` (`_find_choosing`), `num_sweeps`
     (number of sweeps of all results), and `other_number` (`find_other_numbers`), whose results `select` leaves out.
 
-    Three kinds of results are left out: those that repeat a measurement of a training itself, losses that only served the
-    choice of a learning rate, and those of weights that a later training replaced. `attrs["left_out"]` has a line about each
-    kind, or is "".
+    Four kinds of results are left out: those that a copy of a run's folder has again, those that repeat a measurement of a
+    training itself, losses that only served the choice of a learning rate, and those of weights that a later training
+    replaced. `attrs["left_out"]` has a line about each kind, or is "".
 
     If no training has results, those that have not ended have one result each, `unfinished_at`, for their losses. A line of
     `attrs["left_out"]` says so.
@@ -123,7 +124,8 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     Raises:
         UserError: if there are no results.
     """
-    rows, unfinished = read_results(*folders), []
+    rows, copied = split_copies(read_results(*folders))
+    unfinished = []
     if not any(map(is_of_training, rows)):
         further, unfinished = read_unfinished(folders)
         rows += further
@@ -137,7 +139,13 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     other_number = results[results["other_number"]].to_dict("records")
     because_of_choice = describe_choice_reason(of_choice, rows)
     left_out = describe_left_out_results(
-        {because_of_choice: of_choice, REPEATED: repeated, REPLACED: replaced, OTHER_NUMBER: other_number}
+        {
+            COPIED: copied,
+            because_of_choice: of_choice,
+            REPEATED: repeated,
+            REPLACED: replaced,
+            OTHER_NUMBER: other_number,
+        }
     )
     results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))
     return results
@@ -166,8 +174,21 @@ def _set_runs(rows: Sequence[dict[str, Any]]) -> None:
     read_once, resolve_once = cache(read_recipe), cache(_resolve)  # a run can have thousands of results
     for row in rows:
         row["run"] = resolve_once(training_folder(row, runs))
+        _move_checkpoint(row, runs)
         _set_recipe(row, read_once)
     unify_base_names(rows)
+
+
+def _move_checkpoint(row: dict[str, Any], runs: dict[str, str]) -> None:
+    """Let a result of a checkpoint name its place in the folder of its run, which may have been moved or copied since.
+
+    Args:
+        row: Result with the column `run`.
+        runs: Folders of the loaded runs by the identifier of their training.
+    """
+    adapter = row.get("adapter")
+    if adapter and row.get("training") in runs and is_checkpoint(adapter):
+        row["adapter"] = str(Path(row["run"], Path(adapter).name))
 
 
 def _make_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -273,6 +294,9 @@ def _empty_recipe(row: dict[str, Any], kept: Collection[str] = ()) -> None:
             row[name] = None
 
 
+COPIED = (
+    "they are those of the same trainings in another folder, of which this is a copy, so that each result counts once."
+)
 REPEATED = (
     "the trainings measured the same themselves, perhaps on other examples, so that the tables compare all trainings on the "
     "same ones. The numbers are in results.jsonl there."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.errors import join_command
@@ -20,8 +21,58 @@ from loopdropout_trainer.results.run_files import (
 from loopdropout_trainer.results.sweep_folder import RUN_NAME, folder_of_run
 
 
+_OF_PLACE = ("folder", "adapter")
+"""Columns of a result that differ in a copy of its folder, next to the columns of the recipe there."""
+
 LOOP_METRICS = ("loss", "loss_reduction", "readout_loss", "readout_token_accuracy")
 """Metrics that `single_loop_batches` measures."""
+
+
+def split_copies(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Divide results into those that are shown, and those that a copy of a run's folder has again.
+
+    A folder is a copy if it has a result of the same training, with the same value, as a folder before it. Results that only
+    the copy has, as of a later evaluation, are shown.
+
+    Args:
+        rows: Results of `read_results`, in the order of the folders that the user gave.
+    """
+    first_folders: dict[frozenset, str] = {}  # by a result of a training
+    originals: dict[str, str] = {}  # of each copy
+    for row in rows:
+        if is_of_training(row) and row.get("training"):
+            first = first_folders.setdefault(_content_key(row), row["folder"])
+            if first != row["folder"]:
+                originals[row["folder"]] = first
+    if not originals:
+        return [*rows], []
+    contents = {(row["folder"], _content_key(row)) for row in rows}
+    shown, copied = [], []
+    for row in rows:
+        folder = _find_original(row["folder"], originals)
+        if folder is not None and (folder, _content_key(row)) in contents:
+            copied.append(row)
+        else:
+            shown.append(row)
+    return shown, copied
+
+
+def _content_key(row: Mapping[str, Any]) -> frozenset:
+    """Return the columns of a result that a copy of it has, too."""
+    content = []
+    for name, value in row.items():
+        if name == "recipe_run_name" or not (name in _OF_PLACE or name.startswith("recipe_")):
+            content.append((name, str(value)))
+    return frozenset(content)
+
+
+def _find_original(folder: str, originals: Mapping[str, str]) -> str | None:
+    """Return the folder that a folder in a copied run is a copy of, or None if its run is not a copy."""
+    path = Path(folder)
+    for run in (path, *path.parents):
+        if str(run) in originals:
+            return str(Path(originals[str(run)], path.relative_to(run)))
+    return None
 
 
 def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

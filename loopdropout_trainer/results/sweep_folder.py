@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,8 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 
 SUMMARY_FILE = "summary.json"
 """File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings`, `finished`, `failed`,
-`waiting`, `other_code` and `run_seconds` (by the kind of a run) by method, and the table `accuracy`.
+`waiting`, `ended`, `other_code` and `run_seconds` (by the kind of a run) by method, the table `accuracy`, and the methods of
+each sweep in the folder, `sweeps`.
 
 If all `trainings` have ended, the method may still not be `finished`, because measurements are missing.
 """
@@ -123,16 +124,38 @@ def methods_of(summary: dict[str, dict[str, Any]]) -> list[str]:
     return [*dict.fromkeys([*summary.get("full_grid", {}), *summary.get("choices", {})])]
 
 
-def update_summary(folder: str | Path, **facts: Any) -> None:
+def list_sweeps(summary: dict[str, Any]) -> list[list[str]]:
+    """Return the methods of each sweep in a folder, from its summary. In an older one, all methods are of one sweep."""
+    sweeps = summary.get("sweeps")
+    if sweeps is None:
+        methods = [*summary.get("trainings", {})]
+        sweeps = [methods] if methods else []
+    return sweeps
+
+
+def _replace_sweep(sweeps: list[list[str]], methods: Collection[str]) -> list[list[str]]:
+    """Return the methods of each sweep in a folder after one of them has begun with its present methods.
+
+    A former sweep that has a method in common with it is an earlier state of it. Its methods that are no longer there do not
+    count, because no command would train them.
+    """
+    others = [former for former in sweeps if not set(former) & set(methods)]
+    return [*others, [*methods]]
+
+
+def update_summary(folder: str | Path, methods: Collection[str] = (), **facts: Any) -> None:
     """Write a sweep's summary. The facts of the methods of other sweeps in the folder stay.
 
     Args:
         folder: Folder of the sweep.
+        methods: All methods of the sweep. Without them, the sweeps in the folder stay as they are.
         **facts: Mappings by method, or other values, which replace the former ones.
     """
     path = Path(folder, SUMMARY_FILE)
     with lock_file(path):
         summary = read_summary(folder)
+        if methods:
+            summary["sweeps"] = _replace_sweep(list_sweeps(summary), methods)
         for name, value in facts.items():
             if isinstance(value, dict):
                 summary[name] = {**summary.get(name, {}), **value}
@@ -231,14 +254,24 @@ def describe_choices(folder: str | Path) -> list[str]:
 
 
 def describe_progress(folder: str | Path) -> str:
-    """Return sentences about an unfinished sweep, or "" for a finished one and for a folder without a summary."""
-    num_running = sum(is_running(run) for run in list_runs(folder))
-    progress = _describe_missing(folder, counts_soon=num_running > 0)
-    if not progress:
-        return ""
-    if num_running:
-        return f"{progress} The sweep is running: {describe_running(num_running)}."
-    return f"{progress} {_describe_continuation(folder)}"
+    """Return sentences about each unfinished sweep in a folder, or "" if all are finished and without a summary."""
+    sweeps = list_sweeps(read_summary(folder))
+    sentences = []
+    for methods in sweeps:
+        running = describe_running(_count_running(folder, methods))
+        progress = _describe_missing(folder, methods, counts_soon=bool(running))
+        if not progress:
+            continue
+        if len(sweeps) > 1:
+            progress = progress.replace("The sweep in", f"The sweep of {', '.join(methods)} in", 1)
+        end = f"The sweep is running: {running}." if running else _describe_continuation(folder, methods)
+        sentences.append(f"{progress} {end}")
+    return " ".join(sentences)
+
+
+def _count_running(folder: str | Path, methods: Collection[str]) -> int:
+    """Return the number of runs of some methods that processes train or measure now."""
+    return sum(is_running(run) for run in list_runs(folder) if run.parents[1].name in methods)
 
 
 def describe_other_code_fix(can_accept: bool) -> str:
@@ -256,30 +289,32 @@ def describe_other_code_fix(can_accept: bool) -> str:
     )
 
 
-def _describe_continuation(folder: str | Path) -> str:
+def _describe_continuation(folder: str | Path, methods: Collection[str]) -> str:
     """Return how an unfinished sweep goes on. Runs of an earlier `--import` file need a decision of the user first."""
-    others = _chain(read_summary(folder), "other_code")
+    others = _chain(read_summary(folder), "other_code", methods)
     if others:
         fix = describe_other_code_fix(can_accept=True)
         return f"{fix} The same `loopdropout sweep` command then continues it."
     return "The same `loopdropout sweep` command continues it."
 
 
-def _describe_missing(folder: str | Path, counts_soon: bool = False) -> str:
+def _describe_missing(folder: str | Path, methods: Collection[str], counts_soon: bool = False) -> str:
     """Return a sentence about the trainings of an unfinished sweep, or "" for a finished one or without a summary.
 
     Args:
         folder: Folder of the sweep.
+        methods: Methods of the sweep. Others in the folder are of other sweeps, or were removed from this one.
         counts_soon: Whether the sweep is running, so that it soon counts all trainings that have ended.
     """
     summary = read_summary(folder)
-    trainings, finished = summary.get("trainings", {}), summary.get("finished", {})
-    num_removed = sum(_count_removed(folder, method, ended) for method, (ended, _) in trainings.items())
+    finished = summary.get("finished", {})
+    trainings = {method: numbers for method, numbers in summary.get("trainings", {}).items() if method in methods}
+    num_removed = sum(_count_removed(folder, summary, method) for method in trainings)
     # The sweep itself decides it. The summary of an older version has the numbers only.
     if not num_removed and all(finished.get(method, ended == total) for method, (ended, total) in trainings.items()):
         return ""
     # A training goes on after a kill of its sweep, and other machines end theirs.
-    uncounted = [name for name in _chain(summary, "waiting") if has_trained(Path(folder, name))]
+    uncounted = [name for name in _chain(summary, "waiting", methods) if has_trained(Path(folder, name))]
     num_ended = sum(ended for ended, _ in trainings.values()) + len(uncounted) - num_removed
     total = sum(number for _, number in trainings.values())
     missing = ""
@@ -288,44 +323,58 @@ def _describe_missing(folder: str | Path, counts_soon: bool = False) -> str:
     elif num_ended == total:
         missing = ", but measurements are missing"
     remarks = f" ({count(num_removed, 'folder')} removed since)" if num_removed else ""
-    failed = [name for name in _chain(summary, "failed") if name not in uncounted]  # since the last start of the sweep
+    # Those since the last start of the sweep.
+    failed = [name for name in _chain(summary, "failed", methods) if name not in uncounted]
     unmeasured = [name for name in failed if has_trained(Path(folder, name))]
     untrained = [name for name in failed if name not in unmeasured]
     if untrained:
         remarks += f" (failed: {', '.join(untrained)})"
     if unmeasured:
         remarks += f" (trained, and failed in the measurement: {', '.join(unmeasured)})"
-    other_code = _chain(summary, "other_code")
+    other_code = _chain(summary, "other_code", methods)
     if other_code:
         remarks += f" (of an earlier `--import` file, and not counted: {', '.join(other_code)})"
     return f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}."
 
 
-def _count_removed(folder: str | Path, method: str, num_ended: int) -> int:
-    """Return how many folders of a method's trainings that have ended are no longer there."""
+def _count_removed(folder: str | Path, summary: dict[str, dict[str, Any]], method: str) -> int:
+    """Return how many folders of a method's trainings that have ended are no longer there.
+
+    An older summary does not name the trainings, so that folders of other seeds can hide a removed one.
+    """
+    names = summary.get("ended", {}).get(method)
+    if names is not None:
+        return sum(not Path(folder, name).is_dir() for name in names)
+    num_ended, _ = summary["trainings"][method]
     present = [path for path in Path(folder, method).glob("lr_*/seed_*") if path.is_dir()]
     return max(0, num_ended - len(present))
 
 
-def _chain(summary: dict[str, dict[str, Any]], name: str) -> list[str]:
-    """Return the names of the runs of all methods in a field of a summary. An older one may lack the field."""
-    return [*chain.from_iterable(summary.get(name, {}).values())]
+def _chain(summary: dict[str, dict[str, Any]], name: str, methods: Collection[str]) -> list[str]:
+    """Return the names of the runs of some methods in a field of a summary. An older one may lack the field."""
+    by_method = summary.get(name, {})
+    return [*chain.from_iterable(names for method, names in by_method.items() if method in methods)]
 
 
-def _describe_others(folder: str | Path) -> str:
+def _describe_others(folder: str | Path, methods: Collection[str]) -> str:
     """Return a sentence about the runs of other processes, with a space behind it, after those of a sweep have ended."""
-    num_running = sum(is_running(run) for run in list_runs(folder))
+    num_running = _count_running(folder, methods)
     if not num_running:
         return ""
     return f"Other processes go on: {describe_running(num_running)}. "
 
 
-def describe_interruption(folder: str | Path) -> str:
-    """Return a sentence about a sweep that a signal has stopped: how far it is, or that all of its runs are finished."""
-    progress = _describe_missing(folder)
+def describe_interruption(folder: str | Path, methods: Collection[str]) -> str:
+    """Return a sentence about a sweep that a signal has stopped: how far it is, or that all of its runs are finished.
+
+    Args:
+        folder: Folder of the sweep.
+        methods: Methods of the sweep.
+    """
+    progress = _describe_missing(folder, methods)
     if progress:
-        running = _describe_others(folder)
-        return f"{progress} {running}{_describe_continuation(folder)}"
+        running = _describe_others(folder, methods)
+        return f"{progress} {running}{_describe_continuation(folder, methods)}"
     if not read_summary(folder).get("trainings"):  # it was stopped before its first line
         return "interrupted."
     command = join_command("report", folder)

@@ -17,8 +17,8 @@ from loopdropout_trainer.settings.recipe import load_recipe, name_words
 def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:
     """Let a command line begin with `[RECIPE.yaml] NAME ...`.
 
-    Without a recipe, the recipe of the first name's training gives the data and the tasks. Its model does not count, because
-    each name has its own. The results of an adapter in a folder go to that folder, also with the recipe of a training.
+    Without a recipe, the one of the first name that was trained here gives the data and the tasks. Its model does not count,
+    because each name has its own. The results of an adapter in a folder go to that folder, also with the recipe of a training.
 
     Args:
         argv: Command line without the script. Default: `sys.argv[1:]`.
@@ -31,13 +31,11 @@ def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:
         return argv
     if argv[0].endswith((".yaml", ".yml")):
         return [argv[0], *_choose_output_dir(argv[0], argv[1:]), *name_words(argv[1:], field)]
-    words = name_words(argv, field)  # --FIELD FIRST ...
-    _, first = split_name(words[1])
-    if first == "none":
+    words = name_words(argv, field)
+    first = _find_trained(_list_paths(argv))
+    if first is None:
         return words
     source = find_source(first)
-    if not source.recipe:
-        return words
     # Options with `null` set the default instead of the recipe's value. The depths of the recipe are the ones of its own
     # evaluation. Here the default is each model's own depth.
     options = ["--eval_num_loops=null"]
@@ -46,6 +44,14 @@ def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:
     if not output_dir and "output_dir" in source.recipe:
         output_dir = ["--output_dir=null"]
     return [str(recipe_path(source.results_folder)), *output_dir, *options, *words]
+
+
+def _find_trained(paths: Sequence[str]) -> str | None:
+    """Return the first path of an adapter or a model with the recipe of its training, or None, as of base models."""
+    for path in paths:
+        if find_source(path).recipe:
+            return path
+    return None
 
 
 def _choose_output_dir(recipe: str, words: Sequence[str]) -> list[str]:
@@ -59,9 +65,14 @@ def _choose_output_dir(recipe: str, words: Sequence[str]) -> list[str]:
     """
     if not {*ALWAYS_SAVED} & load_recipe(recipe).keys():
         return []
-    names = itertools.takewhile(lambda word: not word.startswith("-"), words)
-    paths = [path for _, path in map(split_name, names) if path != "none"]
+    paths = _list_paths(words)
     return _output_dir_of(paths[0]) if paths else []
+
+
+def _list_paths(words: Sequence[str]) -> list[str]:
+    """Return the paths of the names at the beginning of some words, without the base model `none`."""
+    names = itertools.takewhile(lambda word: not word.startswith("-"), words)
+    return [path for _, path in map(split_name, names) if path != "none"]
 
 
 def _output_dir_of(path: str) -> list[str]:

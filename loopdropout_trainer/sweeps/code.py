@@ -22,6 +22,7 @@ from loopdropout_trainer.results.imported_code import (
 from loopdropout_trainer.results.run_files import has_trained, read_used_imports
 from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_other_code_fix, list_runs, read_summary
 from loopdropout_trainer.settings.recipe import IMPORTED
+from loopdropout_trainer.sweeps.own_runs import list_own_folders
 
 
 class PresentCode:
@@ -64,7 +65,7 @@ def has_other_results(folder: Path) -> bool:
 
 
 def find_other_results(sweep: Any) -> list[Path]:
-    """Return the folders of runs of a sweep's methods that have results of other imported code.
+    """Return the folders of a sweep's runs that have results of other imported code.
 
     Args:
         sweep: `Sweep` of recipes/sweep.py.
@@ -168,7 +169,9 @@ def describe_fix(sweep: Any) -> str:
 
 
 def _list_trained(sweep: Any) -> Iterable[Path]:
-    return [run for run in list_runs(sweep.output_dir) if _method_of(run) in sweep.recipes and has_trained(run)]
+    """Return the folders of the sweep's own runs that are trained. Those of other seeds or methods do not concern it."""
+    own = list_own_folders(sweep)
+    return [run for run in list_runs(sweep.output_dir) if run in own and has_trained(run)]
 
 
 def _method_of(run: Path) -> str:

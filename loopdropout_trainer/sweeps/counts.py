@@ -10,6 +10,7 @@ from loopdropout_trainer.errors import count
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.sweep_folder import SweepRun, list_runs
 from loopdropout_trainer.sweeps.code import find_other_results, has_other_results
+from loopdropout_trainer.sweeps.own_runs import list_own_folders
 
 
 _MOST_NAMES = 6
@@ -24,6 +25,21 @@ def name_runs(names: Sequence[str]) -> str:
     return text
 
 
+def read_progress(sweep: Any) -> dict[str, dict[str, Any]]:
+    """Return the facts of `summary.json` about how far a sweep is, by their name and by method.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+    """
+    return {
+        "trainings": count_by_method(sweep),
+        "finished": {method: not sweep.pending_of(method) for method in sweep.recipes},
+        "failed": name_failed(sweep),
+        "waiting": name_waiting(sweep),
+        "ended": name_ended(sweep),
+    }
+
+
 def count_by_method(sweep: Any) -> dict[str, tuple[int, int]]:
     """Return the number of trainings of each method that have ended, and of all of its trainings.
 
@@ -36,10 +52,18 @@ def count_by_method(sweep: Any) -> dict[str, tuple[int, int]]:
     """
     unreported = {run.name for run in sweep.pool.unreported.copy()}
     numbers = {}
-    for method in sweep.recipes:
-        ended = {run.name for run in _list_counted(sweep, method) if _has_ended(sweep, run)} - unreported
-        numbers[method] = (len(ended), sweep.num_trainings(method))
+    for method, ended in name_ended(sweep).items():
+        numbers[method] = (len(set(ended) - unreported), sweep.num_trainings(method))
     return numbers
+
+
+def name_ended(sweep: Any) -> dict[str, list[str]]:
+    """Return the names of the runs of each method whose training has ended, in the order of the sweep."""
+    names = {}
+    for method in sweep.recipes:
+        ended = [run.name for run in _list_counted(sweep, method) if _has_ended(sweep, run)]
+        names[method] = [*dict.fromkeys(ended)]  # the chosen run is there twice
+    return names
 
 
 def _list_counted(sweep: Any, method: str) -> list[SweepRun]:
@@ -108,10 +132,7 @@ def find_other_runs(sweep: Any) -> list[Path]:
 
     They are left from another recipe of the sweep, or another sweep shares the folder.
     """
-    own = set()
-    for method in sweep.recipes:
-        for rate in sweep.choice(method).rates:
-            own.update(sweep.folder(SweepRun(method, rate, seed, False)) for seed in sweep.seeds)
+    own = list_own_folders(sweep)
     return [folder for folder in list_runs(sweep.output_dir) if folder not in own]
 
 

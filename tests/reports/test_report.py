@@ -1255,6 +1255,28 @@ def test_own_table_of_two_sweeps_says_how_to_select_one(finished_sweep, capsys):
     assert "57.00 ± 2.83" in text
 
 
+def test_results_of_a_copied_folder_count_once(finished_sweep, capsys):
+    """Those that only the copy has are shown. Alone, it is reported as the sweep, with its own places."""
+    alone, folder = report_on(finished_sweep, capsys)
+    table = (folder / "accuracy.csv").read_text()
+    copy = shutil.copytree(finished_sweep, finished_sweep.parent / "z" / "mine")
+    both = frames.load_results(finished_sweep, copy)
+    assert len(both) == len(frames.load_results(finished_sweep))
+    reason = "they are those of the same trainings in another folder, of which this is a copy"
+    text, _ = report_on(finished_sweep.parent, capsys)
+    assert f"Left out: 28 results in 7 folders such as {copy}/loop_dropout/lr_0.001/seed_1, because {reason}" in text
+    assert (folder / "accuracy.csv").read_text() == table
+    run = "loop_dropout/lr_0.002/seed_1"
+    later = {"seed": 1, "training": f"mine/{run}", "method": "Loop Dropout", "adapter": str(finished_sweep / run)}
+    write(copy / run / "evaluation", [{"task": "later", "value": 90.0}], **later)
+    assert 90.0 in {*frames.load_results(finished_sweep, copy)["value"]}
+    shutil.rmtree(finished_sweep)
+    text, _ = report_on(copy, capsys)
+    place = copy / "loop_dropout/lr_0.002/seed_2/checkpoint-5"
+    assert f"Left out: 1 result of {place}, because a checkpoint" in text and reason not in text
+    assert f"{finished_sweep}/" not in text
+
+
 def test_report_explains_the_tests_that_it_has(finished_sweep, capsys):
     text, _ = report_on(finished_sweep, capsys)
     family = "Each difference is a test of its own, without correction for their number."

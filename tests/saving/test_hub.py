@@ -492,6 +492,9 @@ def test_merge_script_merges_with_the_run_of_the_adapter(base, trained):
     assert "preparation: gsm8k" in (trained / "merged" / "recipe.yaml").read_text()
     words = [f"{trained}/recipe.yaml", f"--output_dir={trained}", "--eval_num_loops=null", "--adapter", str(trained)]
     assert name_sources([str(trained), "--gates", "1-0"], "adapter") == [*words, "--gates", "1-0"]
+    for model in ("none", "first=tiny-ouro"):  # a base model has no recipe
+        assert name_sources([model, str(trained)], "adapter") == [*words[:-1], model, str(trained)]
+    assert name_sources(["none", "tiny-ouro"], "adapter") == ["--adapter", "none", "tiny-ouro"]
     words = [f"{trained}/merged/recipe.yaml", "--eval_num_loops=null", "--adapter", str(trained / "merged")]
     assert name_sources([str(trained / "merged")], "adapter") == words
 

@@ -251,6 +251,37 @@ def test_unfinished_sweep_names_the_runs_that_failed(lab):
     assert describe_progress(lab.out) == ""
 
 
+def test_progress_has_the_present_sweep_of_a_folder(lab, capsys):
+    """Runs of a method or a seed that were removed from a sweep do not count. Another sweep in the folder does."""
+    lab.set_world(fails=["adaptive/lr_0.01/seed_1"])
+    grid = {"learning_rates": [0.01], "seeds": [1, 2]}
+    lab.run(methods=["lora", "adaptive"], **grid)
+    failed = "3 of 4 trainings have ended (failed: adaptive/lr_0.01/seed_1). The same"
+    assert failed in describe_progress(lab.out)
+    other = lab.sweep(methods=["coto"], **grid)
+    other.save_progress()
+    texts = describe_progress(lab.out).split(" command continues it.")
+    assert f"The sweep of lora, adaptive in {lab.out} is not finished: {failed[:-4]}" in texts[0]
+    assert f" The sweep of coto in {lab.out} is not finished: 0 of 2 trainings have ended. The same" in texts[1]
+    assert "is not finished: 0 of 2 trainings" in describe_interruption(lab.out, other.recipes)
+    other.train_all()
+    assert describe_progress(lab.out).startswith(
+        f"The sweep of lora, adaptive in {lab.out} is not finished: {failed[:-4]}"
+    )
+    grid["seeds"] = [1, 3]
+    made = lab.sweep(methods=["lora"], **grid)
+    made.save_progress()
+    assert made.count() == (1, 2)
+    text = "1 of 2 trainings have ended. The same"
+    assert text in describe_progress(lab.out) and text in describe_interruption(lab.out, made.recipes)
+    made.train_all()
+    print_summary(made)
+    assert "The folder has 5 runs of other methods, learning rates or seeds," in capsys.readouterr().out
+    assert describe_progress(lab.out) == ""
+    shutil.rmtree(lab.out / "lora/lr_0.01/seed_3")  # although two folders of the method are there
+    assert "1 of 2 trainings have ended (1 folder removed since)" in describe_progress(lab.out)
+
+
 def test_sweep_itself_says_if_it_is_finished(lab, capsys):
     """Also if no learning rate can be chosen, and not yet if a training has ended whose measurement has failed."""
     lab.set_world(diverging=[0.01, 0.02, 0.04])
@@ -1243,6 +1274,10 @@ def test_lines_plan_and_report_of_a_sweep_count_the_same_trainings(lab, capsys):
     rule.write_text("x = 23\n")
     assert accept_other_code(lab.out / "lora/lr_0.01/seed_101")
     assert made.count() == (3, 3) and made.pending() == [last]
+    (made.folder(last) / "run.json").write_text('{"status": "finished", "imports": {"own.py": "of another one"}}')
+    assert describe_other_results(made)
+    assert describe_other_results(lab.sweep(learning_rates=[0.01, 0.02], seeds=[101])) == ""  # which does not have it
+    (made.folder(last) / "run.json").write_text(json.dumps(facts))
     with user_error(
         r"^1 run failed after the training, in the measurement\. .* command then measures what is missing"
     ):
@@ -1653,12 +1688,12 @@ def test_progress_counts_a_training_that_ended_after_its_sweep(lab):
     assert text in describe_progress(lab.out)
     with lock_folder(made.folder(run)):  # another process trains or measures it
         text = describe_progress(lab.out)
-        stop = describe_interruption(lab.out)
+        stop = describe_interruption(lab.out, ["lora"])
     assert text.endswith(
         "3 of 4 trainings have ended. The sweep is running: 1 run is being trained or measured now."
     ), text
     running = "Other processes go on: 1 run is being trained or measured now. The same `loopdropout sweep`"
-    assert running in stop and "Other" not in describe_interruption(lab.out)
+    assert running in stop and "Other" not in describe_interruption(lab.out, ["lora"])
     lab.run()
     assert describe_progress(lab.out) == ""
 
