@@ -250,6 +250,11 @@ def as_path(name: str, value: Any) -> Path:
     return Path(value)
 
 
+def docs_page(name: str) -> str:
+    """Return how messages name a page of the documentation, which the package does not install."""
+    return f"docs/{name}.md in the repository"
+
+
 def check_name(
     name: str,
     hint: Callable[[], str] = str,  # str() is ""

@@ -258,7 +258,8 @@ def recipe_hint(name: str, others: Iterable[str] = ()) -> str:
     matches = difflib.get_close_matches(Path(stem).name, sorted(stems), n=1, cutoff=0.8)
     if matches:  # a name without its folder has a mistake
         return recipe_hint(matches[0])
-    return " `loopdropout recipes` lists the recipes of the package."
+    own = "docs/own_data.md in the repository says how to write your own"
+    return f" `loopdropout recipes` lists the recipes of the package, and {own}."
 
 
 TEMPORARY_FILES = (".*.[0-9]*", "*/.*.[0-9]*")

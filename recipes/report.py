@@ -28,7 +28,7 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, Comparison, explain_disagreements
-from loopdropout_trainer.errors import UserError, closest_match, count, run_script
+from loopdropout_trainer.errors import UserError, closest_match, count, docs_page, run_script
 from loopdropout_trainer.files import check_links, file_hint, recipe_names
 from loopdropout_trainer.reports.comparing import compare_folders, explain_missing_runs
 from loopdropout_trainer.reports.figure_files import build_figure
@@ -79,7 +79,7 @@ OF_FIGURES = (
 OF_FORMATS = "Each table is written as Markdown, LaTeX and CSV, and each figure as PNG, PDF and SVG."
 OF_SELECTIONS = (
     "The summary has all results. `--tables my_table.yaml` makes a table of your own, which selects some of them "
-    "(docs/reports.md)."
+    f"({docs_page('reports')})."
 )
 OF_SUMMARY = ("accuracy", "choice", "comparison", "costs", "depth_loss", "held_out_loss", "loss_reduction", "losses")
 OF_SUMMARY += ("overview", "readout_loss", "summary")
@@ -223,7 +223,7 @@ def describe_rest(results: pd.DataFrame, has_left_out: bool) -> str:
     if len(gates):
         return (
             f"There is no accuracy with all gates at 1 to report, only with the gates {', '.join(gates)}. A table of your own "
-            f"selects them, by `gates: {gates[0]}` (docs/reports.md)."
+            f"selects them, by `gates: {gates[0]}` ({docs_page('reports')})."
         )
     metrics = ", ".join(sorted(trained["metric"].unique()))
     return f"There is no accuracy, held-out loss or cost of a training to report, only {metrics}."

@@ -11,7 +11,7 @@ from loopdropout_trainer.costs.paper import describe_paper_costs
 from loopdropout_trainer.costs.trainings import Training, count_steps, describe_costs, name_epochs, name_trainings
 from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.data.sources import describe_data
-from loopdropout_trainer.errors import count, join_command
+from loopdropout_trainer.errors import count, docs_page, join_command
 from loopdropout_trainer.jobs.plan_settings import describe_depths, describe_other_settings, describe_rule_fields
 from loopdropout_trainer.jobs.runs import Run
 from loopdropout_trainer.jobs.starts import describe_gates
@@ -252,7 +252,9 @@ def print_next_commands(runs: Sequence[Run]) -> None:
     if benchmarks:  # without one, no task of the package is known to fit the data
         commands["evaluate"] = "measure its tasks again, or others"
     else:
-        commands["report"] = "tables of losses and costs (accuracies: add `own_benchmarks`, docs/evaluation.md)"
+        commands["report"] = (
+            f"tables of losses and costs (accuracies: add `own_benchmarks`, {docs_page('evaluation')})"
+        )
     commands["serve"] = "answer over HTTP"
     if rule.mergeable and not runs[0].script_args.merge:
         commands["merge"] = "make a model of it"

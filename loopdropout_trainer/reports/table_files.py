@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, docs_page, short_repr
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.reports.cell_options import check_cell, check_options
 from loopdropout_trainer.reports.frames import average, has_method, select
@@ -80,7 +80,7 @@ def check_columns(results: pd.DataFrame, wanted: dict) -> None:
             settings = [f"{PREFIX}{setting}" for setting in setting_names()]
             raise UserError(f"No training has the setting of the column `{name}`.{closest_match(name, settings)}")
         hint = closest_match(name, [*known, *OPTIONS]) or hint_at_column(name)
-        hint = hint or " The page docs/reports.md lists the columns."
+        hint = hint or f" The page {docs_page('reports')} lists the columns."
         raise UserError(f"The results have no column `{name}`.{hint}")
 
 

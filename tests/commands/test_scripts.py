@@ -300,7 +300,10 @@ def test_next_commands_fit_the_data(quickstart, capsys):
     assert f"  loopdropout evaluate {folder}   # " in text
     print_next_commands([Run(ScriptArguments(), LoopDropoutConfig(str(folder), bf16=False), {})])
     printed = capsys.readouterr().out
-    assert f"  loopdropout report {folder}   # " in printed and "own_benchmarks" in printed
+    assert (
+        f"  loopdropout report {folder}   # " in printed
+        and "`own_benchmarks`, docs/evaluation.md in the repository)" in printed
+    )
     assert "evaluate " not in printed and "gsm8k" not in printed
     assert describe_length(LoopDropoutConfig(str(folder), max_steps=1, bf16=False)) == "1 step"
 

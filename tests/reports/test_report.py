@@ -1091,7 +1091,10 @@ def test_own_table_without_papers_numbers_has_plain_heads(finished_sweep, capsys
             {"columns": {"a": {"recipe": "quickstart.yaml", "show": "stepss"}}},
             "a setting of quickstart.yaml, .* 'steps'?",
         ),
-        ({"columns": {"a": {"colour": 1}}}, "The results have no column `colour`. The page docs/reports.md lists"),
+        (
+            {"columns": {"a": {"colour": 1}}},
+            "The results have no column `colour`. The page docs/reports.md in the repository lists",
+        ),
         ({"filter": {"task": "b"}, "columns": {"a": {"recipe_p": 1}}}, "Missing"),
         ({"columns": {"a": {"decimals": "one"}}}, "`decimals` of a cell must be a whole number, got 'one'"),
         ({"columns": {"a": {"decimals": -1}}}, "`decimals` of a cell must be a whole number, got -1"),

@@ -270,7 +270,10 @@ def test_import_adds_a_preparation(write, monkeypatch):
     ("given", "message"),
     [
         (["quickstrt.yaml"], "does not exist. Did you mean 'quickstart.yaml'?"),
-        (["nofile.yaml"], "nofile.yaml does not exist. `loopdropout recipes` lists the recipes of the package."),
+        (
+            ["nofile.yaml"],
+            "nofile.yaml does not exist. `loopdropout recipes` lists .*, and docs/own_data.md in the repository says how to",
+        ),
         (["--name", "x", "--sede", "1"], "`sede` is not a field of this script. Did you mean 'seed'?"),
         (
             ["--name", "x", "y z"],
