@@ -272,7 +272,7 @@ def test_import_adds_a_preparation(write, monkeypatch):
         (["quickstrt.yaml"], "does not exist. Did you mean 'quickstart.yaml'?"),
         (
             ["nofile.yaml"],
-            "nofile.yaml does not exist. `loopdropout recipes` lists .*, and docs/own_data.md in the repository says how to",
+            "nofile.yaml does not exist. `loopdropout recipes` lists the recipes of the package, and docs/own_data.md in",
         ),
         (["--name", "x", "--sede", "1"], "`sede` is not a field of this script. Did you mean 'seed'?"),
         (
