@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from loopdropout_trainer.costs.evaluations import HOW_TO_TIME, add_answers, count_answers
@@ -233,13 +232,10 @@ def _by_method(texts: Mapping[str, str]) -> str:
 
 
 def _describe_rule(method: str, training: Training) -> str:
-    """Return the rule of a method with its fields, or "" if the name of the method says all of it."""
+    """Return the rule of a method with its fields, or "" if the name of the method is that of a rule without fields."""
     rule = training.args.make_rule()
-    own_fields = [own for own in fields(rule) if own.init]
-    has_defaults = all(getattr(rule, own.name) == own.default for own in own_fields)
-    if method == rule.name and has_defaults:
-        return ""
-    return f"{rule.name}{describe_rule_fields(rule)}"
+    text = f"{rule.name}{describe_rule_fields(rule)}"
+    return "" if text == method else text
 
 
 def _describe_size(sweep: Any, training: Training) -> str:

@@ -43,6 +43,10 @@ _NOISE = re.compile(r"Warning: |warnings\.warn|resource_tracker|CalledProcessErr
 """Part of a line that says nothing about the error: warnings, also those at the end of Python, and errors of a launcher."""
 
 
+FAILED = "sweep.failed"
+"""Empty file in the folder of a run that failed and is not done since. Another process of the sweep then trains it again."""
+
+
 class Runs(Protocol):
     """The runs of a sweep. A run has a `name`."""
 
@@ -174,7 +178,10 @@ class Workers:
         is_whole = kind.kind == MEASURING or not (was_trained or checkpoint)
         if not was_trained:
             self.unreported.add(run)
-        print_sentences(f"{run.name} {_describe_start(was_trained, checkpoint)} (log: {path})")
+        begin = _describe_start(was_trained, checkpoint)
+        if Path(path.parent, FAILED).exists():
+            begin += ", after it failed before"
+        print_sentences(f"{run.name} {begin} (log: {path})")
         start = time.monotonic()
         with open(path, "a", encoding="utf-8") as log:
             log_start = log.tell()  # behind the lines of former starts
@@ -195,6 +202,7 @@ class Workers:
         with self.reporting:  # so that the lines of workers have their numbers in order
             self.unreported.discard(run)
             if self.runs.is_done(run):
+                Path(path.parent, FAILED).unlink(missing_ok=True)
                 self.num_ended += 1
                 if is_whole:  # else it has left a part of its time to another start
                     self.times.add(kind, seconds)
@@ -227,6 +235,7 @@ class Workers:
             cause = f"ended with exit code {status}: {message}"
         subject = f"{run.name} was trained, but its measurement" if has_trained(log.parent) else run.name
         self.failures[run] = f"{subject} {cause} (log: {log})"
+        Path(log.parent, FAILED).touch()
         self.runs.save_progress()
         # Messages of two runs can be compared without their folders, and without numbers such as free memory or a process.
         message = re.sub(r"\d[\d.,]*", "0", message.replace(str(log.parent), ""))

@@ -623,6 +623,7 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "8 trainings\n"
         "model           tiny-ouro, K = 4 loops\n"
         "methods         lora, loop_dropout\n"
+        "rules           loop_dropout: loop_dropout (p = 0.5)\n"
         "learning rates  0.01, 0.02, 0.04 (and more at the edge of the grid)\n"
         "seeds           101 with every learning rate, then 102 with the one that is best on development\n"
         "                two seeds: a 95% interval reaches 12.7 standard errors to each side, with three 4.3, with five 2.8\n"
@@ -1032,7 +1033,9 @@ def test_failed_run_does_not_end_its_sweep(lab, capsys):
     lab.set_world()
     sweep.main(words)
     assert sorted(lab.runs[8:]) == ["lora/lr_0.01/seed_101", "lora/lr_0.02/seed_101", "lora/lr_0.02/seed_102"]
-    assert "Failed" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"\nlora/lr_0.01/seed_101 starts, after it failed before (log: {folder}/log.txt)\n" in out
+    assert out.count("failed before") == 1 and "Failed" not in out and not (folder / "sweep.failed").exists()
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
@@ -1326,7 +1329,10 @@ def test_failed_training_begins_again_with_changed_code(lab, forks, capsys):
     rule.write_text(BROKEN_RULE.replace("== 2", "== 9"))
     sweep.main([lab.file, "--import", str(rule)])
     out = capsys.readouterr().out
-    assert "1 of 1: broken/lr_0.01/seed_1 trained" in out and "broken/lr_0.01/seed_1 starts (log" in out
+    assert (
+        "1 of 1: broken/lr_0.01/seed_1 trained" in out
+        and "broken/lr_0.01/seed_1 starts, after it failed before (log" in out
+    )
     log = (run / "log.txt").read_text()
     assert f"begins again without its checkpoints, because its `--import` {rule} has changed since" in log
     assert "begins again" not in log.partition("Error")[0] and "Error" not in log.rpartition("begins again")[2]
