@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from loopdropout_trainer.errors import count
 from loopdropout_trainer.reports.frames import average, tasks_of
 from loopdropout_trainer.reports.labels import has_seeds, labelled
 from loopdropout_trainer.reports.tables import split_reductions
@@ -19,6 +20,9 @@ from loopdropout_trainer.results.sweep_scores import PER_TOKEN, name_loss_unit
 from loopdropout_trainer.saving.checkpoints import read_history
 from loopdropout_trainer.terminal import format_fixed
 
+
+AT_DEPTHS = "K loops at inference"
+"""Panel of the overview with the accuracies by depth."""
 
 BOUNDS = {"accuracy": (0, 100), "last_number": (0, 100), "loss": (0, math.inf), "eval_loss": (0, math.inf)}
 """Smallest and largest values of metrics, in which the band of one SD of a figure ends."""
@@ -112,7 +116,7 @@ def overview_figure(results: pd.DataFrame) -> Any:
     is_ungated = accuracy["gates"].isin(["unit", "none"])  # and not under chosen gates
     of_all_loops = accuracy[accuracy["loop"].isna() & is_ungated]
     panels = {
-        "K loops at inference": of_all_loops.assign(loop=of_all_loops["num_loops"]),
+        AT_DEPTHS: of_all_loops.assign(loop=of_all_loops["num_loops"]),
         "accuracy with the adapter in one loop": accuracy,
         "loss reduction, adapter in one loop": reductions,
     }
@@ -132,11 +136,32 @@ def overview_figure(results: pd.DataFrame) -> Any:
     data = data.sort_values("panel", kind="stable")
     axes = pd.DataFrame(labels, [*panels])
     drawn = pd.concat([of_all_loops.sort_values("num_loops", kind="stable"), accuracy.dropna(subset="loop")])
-    caption = "\n".join(filter(None, [describe_points(data), about_base, _describe_problems(drawn)]))
+    caption = "\n".join(
+        filter(None, [describe_points(data), _describe_fewer_seeds(data), about_base, _describe_problems(drawn)])
+    )
     figure = line_plot(data, "loop", axes, f"Results on {task}", caption=caption)
     if has_one_depth and hasattr(figure, "items"):  # a figure of several panels
         figure.items[0] += mark_training_depth(trained[0])
     return figure
+
+
+def _describe_fewer_seeds(data: pd.DataFrame) -> str:
+    """Return a sentence about the points of an overview over fewer seeds than others of their line, or "" without any."""
+    own = data[has_seeds(data["label"])]
+    most = own.groupby(["panel", "label"], observed=True)["num_seeds"].transform("max")
+    texts = []
+    for (panel, label), fewer in own[own["num_seeds"] < most].groupby(["panel", "label"], observed=True):
+        places = ", ".join(
+            f"{loop:.0f} ({count(seeds, 'seed')})"
+            for loop, seeds in zip(fewer["loop"], fewer["num_seeds"], strict=True)
+        )
+        axis = "K" if panel == AT_DEPTHS else "t"
+        texts.append(f"{label} at {axis} = {places}")
+    if not texts:
+        return ""
+    return (
+        f"Points over fewer seeds than the rest of their line, which are not comparable with it: {'; '.join(texts)}."
+    )
 
 
 def _describe_base_points(accuracy: pd.DataFrame) -> str:

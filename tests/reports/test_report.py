@@ -1350,6 +1350,17 @@ def test_figures_say_what_their_bands_are(finished_sweep, capsys):
         data = pd.DataFrame({"label": ["LoRA", "base model"], "num_seeds": [3, 1]}).assign(num_seeds=seeds)
         data["label"] = ["LoRA", "Loop Dropout"]
         assert figures.describe_points(data).endswith(said)
+    run = finished_sweep / "lora/lr_0.002/seed_1"
+    write(
+        run / "evaluation",
+        [{"value": 40.0, "num_loops": 6, "adapter": str(run), "training": "mine/lora/lr_0.002/seed_1"}],
+    )
+    plot = figures.overview_figure(final_results(frames.load_results(finished_sweep)))
+    caption = " ".join(getattr(plot, "items", [plot])[0].labels.caption.split())
+    assert (
+        "Points over fewer seeds than the rest of their line, which are not comparable with it: LoRA at K = 6 (1 seed)."
+        in caption
+    )
 
 
 def test_single_points_of_a_figure_have_bars(tmp_path):
