@@ -9,13 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.reports.comparing import PAIRED_SEEDS
 from loopdropout_trainer.reports.figures import describe_points, points
 from loopdropout_trainer.reports.frames import average
 from loopdropout_trainer.reports.labels import name_methods
-from loopdropout_trainer.reports.table_files import Missing, check_fields, find
+from loopdropout_trainer.reports.table_files import Missing, check_fields, check_mappings, find
 from loopdropout_trainer.reports.tables import find_unpaired, have_other_problems, name_seeds, paired_gains
 
 
@@ -28,14 +28,33 @@ def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
     return pd.concat([data.assign(panel="during training"), data.assign(panel="inference", mean=1.0)])
 
 
+EXAMPLES = {"line": "figure_teaser", "heat": "figure_depth_gains", "gates": "figure_overview"}
+"""Values of `figure`, with the name of a file in recipes/tables that has it."""
+
+
+def check_figure(spec: dict) -> None:
+    """Raise UserError if the content of a YAML file has an unknown `figure`, or not the fields that this kind needs."""
+    kind = spec["figure"]
+    if kind not in [*EXAMPLES]:  # a list, too, which cannot be a key of a dict
+        hint = closest_match(str(kind), EXAMPLES)
+        raise UserError(f"`figure` must be one of {', '.join(EXAMPLES)}, got {short_repr(kind)}.{hint}")
+    fields = {"title": str, "x_label": object, "y_label": object, "filter": dict}
+    if kind in ("line", "heat"):
+        fields |= {"x": str, "panels": dict}
+    if kind == "heat":
+        fields |= {"y": str, "minus": dict}
+    check_fields(spec, fields, "figure", EXAMPLES[kind])
+    if kind == "gates":
+        check_fields(spec["filter"], {"num_loops": int, "p": object, "seed": int}, "figure's `filter`", EXAMPLES[kind])
+    else:
+        check_mappings(spec["panels"], "figure")
+
+
 def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     """Return the figure of a YAML file. Raise `Missing` if there are no results for one of its panels."""
     from loopdropout_trainer.reports.plots import heat_plot, line_plot
 
-    fields = {"title": str, "x_label": object, "y_label": object, "filter": dict}
-    if spec["figure"] != "gates":
-        fields |= {"x": str, "panels": dict}
-    check_fields(spec, fields, "figure")
+    check_figure(spec)
     labels = {name: spec[name] for name in ("x_label", "y_label")}
     if spec["figure"] == "gates":
         return heat_plot(draw_gates(**spec["filter"]), "loop", "example", spec["title"], **labels)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from loopdropout_trainer.errors import UserError, closest_match, docs_page, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, docs_page, join_command, short_repr
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.reports.cell_options import check_cell, check_options
 from loopdropout_trainer.reports.frames import average, has_method, select
@@ -271,30 +271,45 @@ def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, An
 
 def check_parts(spec: dict) -> None:
     """Raise UserError if the filter, a column or a row of a table has another form than cells read."""
-    for name, part in {"filter": spec.get("filter", {}), **spec["columns"]}.items():
-        if not isinstance(part, dict):
-            raise UserError(
-                f"`{name}` of a table must be a mapping, such as {{num_loops: 4}}, got {short_repr(part)}."
-            )
+    check_mappings({"filter": spec.get("filter", {}), **spec["columns"]}, "table")
     for row in spec["rows"]:
         if not isinstance(row, list):
             raise UserError(f"Each item of `rows` must be a list, such as [LoRA], got {short_repr(row)}.")
 
 
-def check_fields(spec: dict, types: dict[str, type], kind: str) -> None:
+def check_mappings(parts: dict[str, Any], kind: str) -> None:
+    """Raise UserError if a part of a table or a figure, by its name in the file, does not map columns to values."""
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise UserError(
+                f"`{name}` of a {kind} must be a mapping, such as {{num_loops: 4}}, got {short_repr(part)}."
+            )
+
+
+def check_fields(spec: dict, types: dict[str, type], kind: str, example: str) -> None:
     """Raise UserError if the content of a YAML file does not have a field, or has it as another type.
 
     Args:
-        spec: Content of the file.
+        spec: Content of the file, or of one of its fields.
         types: Type of each field that must be set.
-        kind: "table" or "figure".
+        kind: Words for it, such as "table" or "figure".
+        example: Name of a file in recipes/tables that the message names as an example.
     """
-    words = {str: "a text", dict: "a mapping", list: "a list"}
+    words = {str: "a text", int: "a whole number", dict: "a mapping", list: "a list"}
     for name, wanted_type in types.items():
         if name not in spec:
-            raise UserError(f"`{name}` must be set for a {kind}. The file has {', '.join(spec)}.")
+            raise UserError(
+                f"`{name}` must be set for a {kind}. The file has {', '.join(spec)}. {name_example(example)}"
+            )
         if not isinstance(spec[name], wanted_type):
-            raise UserError(f"`{name}` of a {kind} must be {words[wanted_type]}, got {short_repr(spec[name])}.")
+            raise UserError(
+                f"`{name}` of a {kind} must be {words[wanted_type]}, got {short_repr(spec[name])}. {name_example(example)}"
+            )
+
+
+def name_example(example: str) -> str:
+    """Return the sentence of a message with the command that prints a file of recipes/tables."""
+    return f"`{join_command('recipes', f'tables/{example}.yaml')}` prints an example."
 
 
 def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -307,7 +322,7 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
         spec: content of a YAML file (docs/reports.md).
         results: from `load_results`.
     """
-    check_fields(spec, {"title": str, "heads": dict, "columns": dict, "rows": list}, "table")
+    check_fields(spec, {"title": str, "heads": dict, "columns": dict, "rows": list}, "table", "p_study")
     check_parts(spec)
     lines, missing = [], []
     decimals = {"decimals": find_decimals(spec)}

@@ -1068,7 +1068,11 @@ def test_own_table_without_papers_numbers_has_plain_heads(finished_sweep, capsys
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": None}, "`heads` must be set for a table. The file has title, made_by, rows, columns"),
+        (
+            {"heads": None},
+            "`heads` must be set for a table. The file has title, made_by, rows, columns.* `loopdropout recipes "
+            "tables/p_study.yaml` prints an example",
+        ),
         ({"rows": {"LoRA": 1}}, "`rows` of a table must be a list, got {'LoRA': 1}"),
         ({"columns": ["a"]}, r"`columns` of a table must be a mapping, got \['a'\]"),
         ({"figure": "line"}, "`x_label` must be set for a figure"),
@@ -2020,7 +2024,19 @@ def test_missing_method_of_a_figure_is_one_sentence(tmp_path, capsys, methods, m
     assert capsys.readouterr().out.startswith(message)
     for change, error in (
         ({"gain_over": {"loop_dropout": "LoRA"}}, r"`gain_over` must name lines of the figure \(LoRA, Loop Dropout\)"),
-        ({"x_label": None}, "`x_label` must be set for a figure"),
+        (
+            {"x_label": None},
+            "`x_label` must be set .* `loopdropout recipes tables/figure_teaser.yaml` prints an example",
+        ),
+        ({"figure": "lines"}, "`figure` must be one of line, heat, gates, got 'lines'. Did you mean 'line'?"),
+        ({"figure": ["heat"]}, r"`figure` must be one of line, heat, gates, got \['heat'\]"),
+        (
+            {"figure": "heat"},
+            "`y` must be set for a figure.* `loopdropout recipes tables/figure_depth_gains.yaml` prints",
+        ),
+        ({"figure": "heat", "y": "trained_loops"}, "`minus` must be set for a figure"),
+        ({"figure": "gates"}, "`num_loops` must be set for a figure's `filter`"),
+        ({"panels": {"all": "b"}}, "`all` of a figure must be a mapping, .* got 'b'"),
     ):
         changed = {name: value for name, value in {**DEPTHS, **change}.items() if value is not None}
         (tmp_path / "depths.yaml").write_text(yaml.safe_dump(changed))
