@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from loopdropout_trainer.errors import count, join_command
 from loopdropout_trainer.files import lock_file, lock_path, read_json_object, write_file
+from loopdropout_trainer.results.failures import describe_failures
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.sweep_scores import NON_FINITE, read_score
 
@@ -254,7 +255,10 @@ def describe_choices(folder: str | Path) -> list[str]:
 
 
 def describe_progress(folder: str | Path) -> str:
-    """Return sentences about each unfinished sweep in a folder, or "" if all are finished and without a summary."""
+    """Return sentences about each unfinished sweep in a folder, or "" if all are finished and without a summary.
+
+    The sentences have the causes and the logs of its failed runs.
+    """
     sweeps = list_sweeps(read_summary(folder))
     sentences = []
     for methods in sweeps:
@@ -266,6 +270,7 @@ def describe_progress(folder: str | Path) -> str:
             progress = progress.replace("The sweep in", f"The sweep of {', '.join(methods)} in", 1)
         end = f"The sweep is running: {running}." if running else _describe_continuation(folder, methods)
         sentences.append(f"{progress} {end}")
+        sentences += describe_failures(folder, _list_failed(folder, methods))
     return " ".join(sentences)
 
 
@@ -313,8 +318,7 @@ def _describe_missing(folder: str | Path, methods: Collection[str], counts_soon:
     # The sweep itself decides it. The summary of an older version has the numbers only.
     if not num_removed and all(finished.get(method, ended == total) for method, (ended, total) in trainings.items()):
         return ""
-    # A training goes on after a kill of its sweep, and other machines end theirs.
-    uncounted = [name for name in _chain(summary, "waiting", methods) if has_trained(Path(folder, name))]
+    uncounted = _list_uncounted(folder, methods)
     num_ended = sum(ended for ended, _ in trainings.values()) + len(uncounted) - num_removed
     total = sum(number for _, number in trainings.values())
     missing = ""
@@ -323,8 +327,7 @@ def _describe_missing(folder: str | Path, methods: Collection[str], counts_soon:
     elif num_ended == total:
         missing = ", but measurements are missing"
     remarks = f" ({count(num_removed, 'folder')} removed since)" if num_removed else ""
-    # Those since the last start of the sweep.
-    failed = [name for name in _chain(summary, "failed", methods) if name not in uncounted]
+    failed = _list_failed(folder, methods)
     unmeasured = [name for name in failed if has_trained(Path(folder, name))]
     untrained = [name for name in failed if name not in unmeasured]
     if untrained:
@@ -335,6 +338,21 @@ def _describe_missing(folder: str | Path, methods: Collection[str], counts_soon:
     if other_code:
         remarks += f" (of an earlier `--import` file, and not counted: {', '.join(other_code)})"
     return f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}."
+
+
+def _list_uncounted(folder: str | Path, methods: Collection[str]) -> list[str]:
+    """Return the names of the runs that were trained since the last word of their sweep.
+
+    A training goes on after a kill of its sweep, and other machines end theirs.
+    """
+    waiting = _chain(read_summary(folder), "waiting", methods)
+    return [name for name in waiting if has_trained(Path(folder, name))]
+
+
+def _list_failed(folder: str | Path, methods: Collection[str]) -> list[str]:
+    """Return the names of the runs that have failed since the last start of their sweep, and were not trained since."""
+    uncounted = _list_uncounted(folder, methods)
+    return [name for name in _chain(read_summary(folder), "failed", methods) if name not in uncounted]
 
 
 def _count_removed(folder: str | Path, summary: dict[str, dict[str, Any]], method: str) -> int:

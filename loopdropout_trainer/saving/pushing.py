@@ -15,6 +15,7 @@ from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects, 
 
 from loopdropout_trainer.errors import UserError, first_line, hide_secrets, is_unreachable, join_command
 from loopdropout_trainer.files import TEMPORARY_FILES
+from loopdropout_trainer.results.failures import FAILED, LOG
 
 
 if TYPE_CHECKING:
@@ -228,8 +229,8 @@ def upload(
 _OF_TRAINING = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "latest", "zero_to_fp32.py")
 """Patterns of the files of a checkpoint that only continue its training."""
 
-_OF_SWEEP = ("*.lock", "log.txt")
-"""Patterns of the files that a sweep adds to the folder of a run. The log names folders of this computer."""
+_OF_SWEEP = ("*.lock", LOG, FAILED)
+"""Patterns of the files that a sweep adds to the folder of a run. The log and a cause name folders of this computer."""
 
 
 def patterns_left_out(folder: str | Path, adapters: Iterable[str] = ()) -> list[str]:

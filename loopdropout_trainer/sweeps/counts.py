@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.errors import count
+from loopdropout_trainer.results.failures import name_log
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.sweep_folder import SweepRun, list_runs
 from loopdropout_trainer.sweeps.code import find_other_results, has_other_results
@@ -121,7 +122,7 @@ def list_logs(runs: Iterable[SweepRun], folder: Callable[[SweepRun], Path], othe
     The sentences, if there are any, are apart from the failures, because they have another fix.
     """
     lines = ["", "Failed, with the errors above:"]
-    lines += [f"  {run.name} (log: {folder(run)}/log.txt)" for run in runs]
+    lines += [f"  {run.name} {name_log(folder(run))}" for run in runs]
     if other_results:
         lines += ["", other_results]
     return lines

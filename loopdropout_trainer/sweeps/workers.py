@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import checkpoint_step
+from loopdropout_trainer.results.failures import FAILED, LOG, describe_failure, name_log
 from loopdropout_trainer.results.imported_code import find_other_code
 from loopdropout_trainer.results.run_files import has_trained, read_run
 from loopdropout_trainer.results.sweep_folder import LOCK
@@ -41,10 +42,6 @@ _ERRORS = (re.compile(r"loopdropout \w+: "), re.compile(r"(\[rank\d+\]: )?[\w.]*
 
 _NOISE = re.compile(r"Warning: |warnings\.warn|resource_tracker|CalledProcessError|ChildFailedError")
 """Part of a line that says nothing about the error: warnings, also those at the end of Python, and errors of a launcher."""
-
-
-FAILED = "sweep.failed"
-"""Empty file in the folder of a run that failed and is not done since. Another process of the sweep then trains it again."""
 
 
 class Runs(Protocol):
@@ -172,7 +169,7 @@ class Workers:
             return True
 
     def _train(self, run: Any, gpu: dict[str, str], lock: int) -> None:
-        path = self.runs.folder(run) / "log.txt"
+        path = self.runs.folder(run) / LOG
         was_trained, kind = has_trained(path.parent), self.runs.kind(run)
         checkpoint = None if was_trained else _find_checkpoint(path.parent)
         is_whole = kind.kind == MEASURING or not (was_trained or checkpoint)
@@ -181,7 +178,7 @@ class Workers:
         begin = _describe_start(was_trained, checkpoint)
         if Path(path.parent, FAILED).exists():
             begin += ", after it failed before"
-        print_sentences(f"{run.name} {begin} (log: {path})")
+        print_sentences(f"{run.name} {begin} {name_log(path.parent)}")
         start = time.monotonic()
         with open(path, "a", encoding="utf-8") as log:
             log_start = log.tell()  # behind the lines of former starts
@@ -233,9 +230,8 @@ class Workers:
                 cause += ", often because the memory was full"
         else:
             cause = f"ended with exit code {status}: {message}"
-        subject = f"{run.name} was trained, but its measurement" if has_trained(log.parent) else run.name
-        self.failures[run] = f"{subject} {cause} (log: {log})"
-        Path(log.parent, FAILED).touch()
+        self.failures[run] = describe_failure(log.parent, run.name, cause)
+        Path(log.parent, FAILED).write_text(cause, encoding="utf-8")
         self.runs.save_progress()
         # Messages of two runs can be compared without their folders, and without numbers such as free memory or a process.
         message = re.sub(r"\d[\d.,]*", "0", message.replace(str(log.parent), ""))
@@ -264,7 +260,7 @@ class Workers:
         elif status == "finished":
             status = "measured" if was_trained else "trained"
         elif status in ("training", "stopped"):  # it failed afterwards, as on a full disk
-            status = "has its score, but did not end as it should (see its log.txt)"
+            status = f"has its score, but did not end as it should (see its {LOG})"
         num_done, total = self.runs.count()
         parts = [status, self.runs.describe_score(run), self.runs.describe_uncounted()]
         parts.append(describe_left(self.runs.count_left(), self.runs.means(), self.measure_speed()))

@@ -360,6 +360,7 @@ def test_push_of_a_run_has_no_locks_and_logs_of_its_sweep(tmp_path):
         "results.jsonl",
         "sweep.lock",
         "log.txt",
+        "sweep.failed",
         "optimizer.pt",
         "other/a.json",
     ):

@@ -236,15 +236,25 @@ def test_unfinished_sweep_says_how_far_it_is_in_its_summary(lab):
 
 
 def test_unfinished_sweep_names_the_runs_that_failed(lab):
-    """Also if the failures stop it. A later start forgets those that it trains."""
+    """With their causes and logs, also if the failures stop it. A later start forgets those that it trains."""
     lab.set_world(fails=["seed_101"])
     with user_error("two runs in a row failed"):
         lab.run()
     names = "lora/lr_0.01/seed_101, lora/lr_0.02/seed_101"
     text = f"is not finished: 0 of 4 trainings have ended (failed: {names}). The same"
-    assert text in describe_progress(lab.out)
+    progress = describe_progress(lab.out)
+    assert text in progress
+    for rate in (0.01, 0.02):
+        run = lab.out / f"lora/lr_{rate}/seed_101"
+        cause = (
+            f"lora/lr_{rate}/seed_101 ended with exit code 1: ValueError: it is broken in {run} (log: {run}/log.txt)."
+        )
+        assert cause in progress
+    assert "was trained" not in progress
     lab.set_world(fails=["lr_0.02/seed_101"])
     lab.run()
+    (run / "sweep.failed").write_text("")  # of an older version
+    assert f" continues it. lora/lr_0.02/seed_101 failed (log: {run}/log.txt)." in describe_progress(lab.out)
     assert "2 of 4 trainings have ended (failed: lora/lr_0.02/seed_101). The same" in describe_progress(lab.out)
     lab.set_world()
     lab.run()
@@ -1265,6 +1275,9 @@ def test_lines_plan_and_report_of_a_sweep_count_the_same_trainings(lab, capsys):
     assert line.startswith("2 of 3: lora/lr_0.02/seed_101 trained"), line
     assert line.endswith("on development, not counting 1 of other `--import` code"), line
     made.pool._record_failure(last, -signal.SIGKILL, made.folder(last) / "log.txt", 0)
+    assert " lora/lr_0.02/seed_102 was trained, but its measurement was stopped by SIGKILL, " in describe_progress(
+        lab.out
+    )
     assert "\nlora/lr_0.02/seed_102 was trained, but its measurement was stopped by SIGKILL" in capsys.readouterr().out
     capsys.readouterr()
     with user_error(r"^1 run failed after the training, in the measurement\. Fix .*other gates\.$"):
