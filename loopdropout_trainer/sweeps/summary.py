@@ -12,6 +12,7 @@ from loopdropout_trainer.reports.final_results import final_results
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.labels import has_seeds
 from loopdropout_trainer.reports.printing import print_table
+from loopdropout_trainer.reports.saved_tables import describe_sizes
 from loopdropout_trainer.reports.tables import (
     ACCURACY_TITLE,
     CHOICE_NOTE,
@@ -56,11 +57,12 @@ def print_summary(sweep: Any) -> None:
     table = accuracy_table(numbers)
     if len(table):
         print_table(fit_title(ACCURACY_TITLE, numbers), table)
-        print_sentences(*explain_unpaired(numbers, numbers.index.get_level_values("method")))
+        unpaired = explain_unpaired(numbers, numbers.index.get_level_values("method"))
+        print_sentences(*describe_sizes(numbers), *unpaired)
     of_choice = choice_numbers(final)
     if len(of_choice):
         print_table(fit_title(CHOICE_TITLE, of_choice), accuracy_table(of_choice))
-        print_sentences(CHOICE_NOTE.format("accuracies"))
+        print_sentences(*describe_sizes(of_choice), CHOICE_NOTE.format("accuracies"))
     if sweep.loss_chooses_by_default or not (len(table) or len(of_choice)):
         print_lowest(loss_numbers(trained), name_loss_unit(trained["run"].unique()))
     if len(sweep.seeds) == 1 and len(sweep.recipes) > 1:

@@ -223,6 +223,15 @@ def test_sweep_summary_has_means_and_choices(lab, capsys):
     assert summary["choices"] == {"lora": choice, "loop_dropout": choice}
     rows = [row for row in summary["accuracy"] if row["task"] == "arithmetic_test"]
     assert [row["accuracy"] for row in rows] == ["15.00 ± 7.07"] * 2
+    path = lab.out / "lora/lr_0.02/seed_101/results.jsonl"
+    of_depth = [{**row, "num_loops": 3} for row in read_lines(path) if row["task"] == "arithmetic_test"]
+    with path.open("a") as file:  # as after `loopdropout evaluate` of one run
+        file.writelines(f"{json.dumps(row)}\n" for row in of_depth)
+    print_summary(lab.sweep(methods=["lora"]))
+    text = capsys.readouterr().out
+    assert re.search(r" 3  lora +10\.00 +1\n.* 4  lora +15\.00 ± 7\.07 +2\n", text)
+    assert "\nProblems: arithmetic_test 10. Seeds: 1 or 2.\n" in text
+    assert "\nProblems: development 10. Seeds: 1.\nThe best of several learning rates" in text
 
 
 def test_unfinished_sweep_says_how_far_it_is_in_its_summary(lab):
