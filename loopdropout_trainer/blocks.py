@@ -62,6 +62,13 @@ class OpenBlocks:
                 "so compute them again with one block at a time."
             )
 
+    def value_outside(self, owner: Any, name: str) -> Any:
+        """Return the value that an attribute of an object has outside of all blocks that run."""
+        for block in self._running:
+            if block.owner is owner and name in block.before:
+                return block.before[name]
+        return getattr(owner, name)
+
     def _end(self, block: _Block) -> bool:
         """Restore the values from before a block, and return whether it is the last one that runs."""
         place = self._running.index(block)

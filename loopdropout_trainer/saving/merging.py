@@ -204,6 +204,7 @@ def merge_and_save(
         add_end_tokens(base, end_token_ids(processing_class))
     weights = merged_state_dict(model, scale)
     warn_of_untrained(model, output_dir, merges=True)
+    _warn_of_block(model, output_dir)
     with integrity.saving(output_dir, integrity.MODEL_FILES):
         _write_merged(output_dir, model, weights, processing_class, fields, scale, standalone)
     return output_dir
@@ -233,6 +234,18 @@ def _check_arguments(processing_class: Any, repo_id: Any, scale: Any) -> None:
     effect = describe_unusual_scale(scale)
     if effect is not None:
         logger.warning(effect)
+
+
+def _warn_of_block(model: PeftModel, output_dir: Path) -> None:
+    """Warn if a merged model gets the depth of a block of `use_depth`, which may be meant for a measurement only."""
+    looped = find_looped_model(model)
+    own_depth = looped.gate_state.blocks.value_outside(looped, "num_loops")
+    if looped.num_loops == own_depth:
+        return
+    logger.warning(
+        f"The merged model in {output_dir} runs K = {looped.num_loops} loops, the depth of a block of `use_depth`, but "
+        f"the model itself runs {own_depth}. To keep its own depth, merge outside of the block."
+    )
 
 
 _LARGEST_USUAL_SCALE = 2

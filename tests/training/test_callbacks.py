@@ -244,7 +244,7 @@ def test_callback_may_run_another_depth_in_a_block_only(train, is_block):
         train(callbacks=[Measure()])
 
 
-def test_records_name_the_depth_of_an_evaluation(make_sft, tmp_path):
+def test_records_name_the_depth_of_an_evaluation(make_sft, tmp_path, log):
     """An evaluation at another depth is not the held-out loss of the training, and changes no depth in its records."""
 
     class EvaluateDeeper(TrainerCallback):
@@ -267,6 +267,12 @@ def test_records_name_the_depth_of_an_evaluation(make_sft, tmp_path):
     with use_depth(trainer.model, 7):
         trainer.save_model()
         merge_and_save(trainer.model, tmp_path / "merged", trainer.processing_class)
+    assert "merged runs K = 7 loops, the depth of a block of `use_depth`, but the model itself runs 4." in log.text
+    log.clear()
+    trainer.model.config.num_loops = 2  # on purpose
+    merge_and_save(trainer.model, tmp_path / "two", trainer.processing_class)
+    assert "block of `use_depth`" not in log.text
+    trainer.model.config.num_loops = 4
     card = (Path(folder) / "README.md").read_text()
     assert "| Recurrence depth K | 4 |" in card and "Depths in training" not in card
     card = (tmp_path / "merged/README.md").read_text()
