@@ -308,12 +308,14 @@ def is_enabled(model: nn.Module) -> bool:
 
 
 def check_enabled(model: nn.Module, reason: str) -> None:
-    """Raise UserError if the adapter is disabled. `reason`: end of the sentence about it."""
-    if not is_enabled(model):
-        raise UserError(
-            f"The adapter must not be disabled, because {reason}. Leave the block of `model.disable_adapter()`, or call "
-            "`model.enable_adapter_layers()`."
-        )
+    """Raise UserError if a model has no adapter, or a disabled one. `reason`: end of the sentence about the latter."""
+    if is_enabled(model):
+        return
+    check_present(model)
+    raise UserError(
+        f"The adapter must not be disabled, because {reason}. Leave the block of `model.disable_adapter()`, or call "
+        "`model.enable_adapter_layers()`."
+    )
 
 
 def check_trainable(model: PeftModel) -> None:

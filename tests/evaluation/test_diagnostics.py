@@ -118,6 +118,9 @@ def test_labels_name_the_gates_of_a_block(tokenizer):
         for measure in (single_loop, curvature):
             with user_error("The adapter must not be disabled, because .* `model.enable_adapter_layers"):
                 measure(model, batches)
+    for measure in (single_loop, curvature):
+        with user_error("OuroForCausalLM has no adapter to gate. Wrap it with peft.get_peft_model"):
+            measure(tiny_ouro(), batches)
     assert lm.columns["gates"] == "unit" and readouts(model, batches)[0]["method"] == "A"
 
 
