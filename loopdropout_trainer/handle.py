@@ -199,6 +199,7 @@ class LoopDropoutHandle:
             num_modules=len(self.physical_layers),
             layers=self.physical_layers,
         )
+        self.rule.check(draw.num_loops)  # the depth may have changed since the rule was set, as by `use_depth`
         return self.rule.sample(draw)
 
     def remove(self) -> None:

@@ -149,6 +149,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             layers=self.physical_layers,
             draw_index=self.draw_index,
         )
+        self.rule.check(draw.num_loops)  # the depth may have changed since the trainer was made, as by `use_depth`
         sampled = self.rule.sample(draw)
         name = f"Gates of the rule {self.rule.name!r}"
         gates = as_gate_matrix(sampled, draw.num_loops, draw.num_modules, len(ids), name)  # [K, N] or [K, N, M]

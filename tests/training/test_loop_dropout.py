@@ -17,7 +17,7 @@ from helpers.files import ROOT
 from helpers.tiny import DORY, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from helpers.trainers import Recorder
 from loopdropout_trainer import default_peft_config, handle, loop_dropout, use_gates
-from loopdropout_trainer.gates import LoopDropout, make_rule
+from loopdropout_trainer.gates import ExactlyM, LoopDropout, make_rule
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import gated_layers
 
@@ -131,6 +131,18 @@ def test_frozen_adapters_raise(make_sft):
     disabled.model.disable_adapter_layers()
     with user_error("must not be disabled, because nothing would train. .* `model.enable_adapter_layers"):
         disabled.train()
+
+
+def test_rules_that_do_not_fit_another_depth_raise():
+    peft_model = with_adapter().train()
+    dropout = loop_dropout(peft_model, p=[0, 0.5, 0.5, 0.5])
+    with use_depth(peft_model, 6), user_error("`p` has 4 values, but the model runs 6 loops. Set one value for each"):
+        peft_model(IDS)
+    dropout.rule = ExactlyM(m=2)
+    with use_depth(peft_model, 1), user_error("`m` must be an integer from 1 to 1, got 2"):
+        peft_model(IDS)
+    peft_model(IDS)  # at its own depth
+    assert dropout.num_draws == 1
 
 
 def test_draws_depend_on_seed_pass_and_process(monkeypatch):

@@ -36,6 +36,7 @@ from loopdropout_trainer import (
     push_merged_to_hub,
     register_looped,
     register_rule,
+    use_depth,
     use_gates,
 )
 from loopdropout_trainer.data import DataArguments, load_datasets
@@ -258,6 +259,9 @@ def test_sampled_gates_are_not_set_on_the_model(make_sft):
             r"A batch must have a tensor `input_ids` \[B, S\], .* `next.iter.trainer.get_train_dataloader"
         ):
             trainer.sample_gates(example)
+    trainer.p = [0, 0.5, 0.5, 0.5]
+    with use_depth(trainer.model, 6), user_error("`p` has 4 values, but the model runs 6 loops"):
+        trainer.sample_gates(batch)
     sampled = trainer.sample_gates(batch)
     assert not trainer.gate_state.batch.is_set
     trainer.draw_gates(batch)
