@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.trainer_utils import EvalLoopOutput
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.lora import GatedLora, find_active_adapter, kind_of
@@ -52,20 +54,44 @@ def check_copied(kind: type[GatedLora], adapter: str, fix: str) -> None:
         )
 
 
+def find_copy(model: PeftModel) -> nn.Module | None:
+    """Return the first module of the adapter "ref", or None without that adapter. A later adapter "ref" has other modules."""
+    for name, module in model.named_modules():
+        if name.endswith(".lora_A.ref"):
+            return module
+    return None
+
+
 class ReferenceMixin:
     """Keep the reference of a trainer. TRL takes the adapter "ref" whenever the model has one, and else the base model."""
 
-    _has_copy: bool | None = None
+    _copy: nn.Module | None = None
+    _knows_copy = False
 
     def prepare_gates(self) -> None:
         """Put gates on the adapter, and raise UserError if the reference is another one than in `__init__`."""
         super().prepare_gates()
-        has_copy = "ref" in self.model.peft_config
-        if self._has_copy is None:
-            self._has_copy = has_copy
-        if self._has_copy != has_copy and self.beta != 0 and getattr(self, "ref_model", None) is None:
-            change = "added" if has_copy else "removed"
-            raise UserError(
-                f"The reference of this trainer must stay the same, but the adapter 'ref' was {change} by another trainer or "
-                "by `delete_adapter`. Make a new trainer."
-            )
+        if not self._knows_copy:
+            self._copy, self._knows_copy = find_copy(self.model), True
+        self._check_same_reference()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate or predict. Raise UserError if the reference is another one than in `__init__`."""
+        self._check_same_reference()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _check_same_reference(self) -> None:
+        if self.beta == 0 or getattr(self, "ref_model", None) is not None:
+            return  # no pass reads the adapter "ref"
+        copy = find_copy(self.model)
+        if copy is self._copy:
+            return
+        change = "replaced"
+        if self._copy is None:
+            change = "added"
+        elif copy is None:
+            change = "removed"
+        raise UserError(
+            f"The reference of this trainer must stay the same, but the adapter 'ref' was {change} by another trainer or by "
+            "`delete_adapter`. Make a new trainer."
+        )

@@ -171,10 +171,20 @@ def test_reference_does_not_change_between_trainings(make, log):
         first.train()
     later.train()
     assert "trained before" in log.text and "stays unchanged" not in log.text  # no adapter of the user does
+    with user_error("the adapter 'ref' was added"):
+        first.evaluate()
+    later.evaluate()
     later.model.delete_adapter("ref")
     with user_error("the adapter 'ref' was removed"):
         later.train()
+    with user_error("the adapter 'ref' was removed"):
+        later.evaluate()
     first.train()
+    make(first.model)  # its reference has the same name
+    with user_error("the adapter 'ref' was replaced"):
+        later.train()
+    with user_error("the adapter 'ref' was replaced"):
+        later.predict(PAIRS)
 
 
 def test_card_and_show_name_the_objective(make):

@@ -178,6 +178,10 @@ def test_settings_that_do_not_fit_raise(make):
     with user_error("adapter must .*, because TRL copies it .* Set `beta` to 0, or"):
         make(model, beta=0.1)
     make(model).train()
+    trainer = make(get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro())), beta=0.1)
+    trainer.model.delete_adapter("ref")
+    with user_error("reference of this trainer must stay the same, but the adapter 'ref' was removed"):
+        trainer.evaluate(PROMPTS.select(range(2)))
     for fields in ({"num_iterations": 2}, {"steps_per_generation": 2}):  # which reuse completions
         with user_error("`num_iterations` must be 1, and `steps_per_generation` must divide"):
             make(**fields)
