@@ -99,6 +99,8 @@ def label_batches(
         completion_only_loss, assistant_only_loss: As in `SFTConfig`.
     """
     check_tokenizer(tokenizer, "tokenizer")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise UserError(f"`batch_size` must be an integer of at least 1, got {short_repr(batch_size)}.")
     labeled = [label_example(row, tokenizer, completion_only_loss, assistant_only_loss) for row in examples]
     collate = DataCollatorForLanguageModeling(tokenizer.pad_token_id)
     return [collate(labeled[start : start + batch_size]) for start in range(0, len(labeled), batch_size)]

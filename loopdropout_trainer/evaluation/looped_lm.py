@@ -154,7 +154,9 @@ class LoopedLM(HFLM):
 
     def __repr__(self) -> str:
         name = public_name(self.looped.config.name_or_path) or "a model"
-        state = ", ".join(f"{column} {value}" for column, value in self.columns.items())
+        columns = self.columns
+        columns.pop("loop", None)  # `gates` names it
+        state = ", ".join(f"{column} {value}" for column, value in columns.items())
         return f"LoopedLM of {name}: {state}"
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, find_mistyped, first_line, short_repr
+from loopdropout_trainer.errors import UserError, as_path, find_mistyped, first_line, short_repr
 from loopdropout_trainer.files import TINY_OURO_PATH, write_file
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, check_num_loops
 from loopdropout_trainer.lora import adapted_layers, add_gates, attach_adapter, check_peft_config, remove_gates
@@ -70,6 +70,7 @@ def load_model(
         UserError: If the model or the adapter does not exist, or the adapter does not fit the model.
     """
     _check_placement(dtype, device)
+    as_path("name_or_path", name_or_path)
     source = find_source_of(name_or_path, adapter, revision)
     return load(
         source, dtype=dtype, attn_implementation=attn_implementation, num_loops=num_loops, device=device, **kwargs

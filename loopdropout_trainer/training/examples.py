@@ -172,13 +172,18 @@ def check_datasets(arguments: Mapping[str, Any]) -> None:
             raise UserError(f"{title} must have at least one example.")
 
 
-def check_given(args: TrainingArguments, arguments: Mapping[str, Any]) -> None:
-    """Raise UserError if there is no dataset to train on, or evaluations are asked for without a dataset for them."""
-    if arguments.get("train_dataset") is None:
+def check_train_dataset(dataset: Any) -> None:
+    """Raise UserError if there is no dataset to train on."""
+    if dataset is None:
         raise UserError(
             "`train_dataset` must be a `Dataset` or an `IterableDataset`, got None. Make one of rows by "
             "`datasets.Dataset.from_list(rows)`, or load one by `datasets.load_dataset`."
         )
+
+
+def check_given(args: TrainingArguments, arguments: Mapping[str, Any]) -> None:
+    """Raise UserError if there is no dataset to train on, or evaluations are asked for without a dataset for them."""
+    check_train_dataset(arguments.get("train_dataset"))
     if not isinstance(arguments["train_dataset"], Sized) and args.max_steps <= 0:
         raise UserError(
             f"`max_steps` must be at least 1 if `train_dataset` is a stream, whose length is not known, got {args.max_steps}."

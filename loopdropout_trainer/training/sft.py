@@ -37,7 +37,7 @@ from loopdropout_trainer.training.batches import (
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.example_counts import check_lengths, describe_repeated, warn_of_cut
-from loopdropout_trainer.training.examples import hide_length_warnings, name_datasets, read_first
+from loopdropout_trainer.training.examples import check_train_dataset, hide_length_warnings, name_datasets, read_first
 from loopdropout_trainer.training.resuming import describe_resuming, describe_training_data, find_resumable
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
 from loopdropout_trainer.training.start import describe_what_trains, find_start, log_start
@@ -188,6 +188,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         data must be the data of the checkpoint.
         """
         self._check_surroundings()
+        check_train_dataset(self.train_dataset)
         check_adapter_folder(self.args.output_dir, "Make a trainer with another `output_dir`.")
         check_metric(self)
         num_loops = self.num_loops

@@ -109,6 +109,7 @@ def test_labels_name_the_gates_of_a_block(tokenizer):
         assert own.columns == {"num_loops": 4, "gates": "loop 2", "loop": 2}
     with use_gates(model, [1, 0, 0, 0]):
         assert lm.columns == {"num_loops": 4, "gates": "loop 1", "loop": 1}
+        assert repr(lm).endswith(": num_loops 4, gates loop 1")
     with use_gates(model, torch.ones(4, 2) / 2), user_error("one gate for each loop, which its results name"):
         evaluate_tasks(lm, ["arithmetic_easy_test"], limit=1)
     with model.disable_adapter():

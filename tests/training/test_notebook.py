@@ -966,6 +966,10 @@ MISTAKES = {
         lambda: label_batches([{"text": "x"}], "tiny-ouro"),
         r"`tokenizer` must be a tokenizer, got the name 'tiny-ouro'. Load it by `load_tokenizer\('tiny-ouro'\)`",
     ),
+    "batches of no example": (
+        lambda: label_batches([{"text": "x"}], make_tokenizer(), batch_size=0),
+        "`batch_size` must be an integer of at least 1, got 0",
+    ),
     "batches of texts": (
         lambda: label_batches(["labels"], make_tokenizer()),
         "An example must be a mapping .* got 'labels'",
@@ -999,7 +1003,7 @@ MISTAKES = {
         lambda: merge_and_save(with_adapter(), "merged", card={"data_set": "GSM8K"}),
         "`card` must have fields of `CardFields`, such as `dataset`, got 'data_set'. Did you mean 'dataset'?",
     ),
-    "load a model": (lambda: load_model(BASE), "`model` must be a path, got OuroFor"),
+    "load a model": (lambda: load_model(BASE), "`name_or_path` must be a path, got OuroFor"),
     "load tokenizer": (lambda: load_tokenizer(None), "`name_or_path` must be a path, got None"),
     "load dtype": (lambda: load_model("tiny-ouro", dtype="float99"), "`dtype` must be auto, .* got 'float99'"),
     "load device": (lambda: load_model("tiny-ouro", device="gpu"), "`device` must be a device .* got 'gpu'"),
@@ -1240,7 +1244,10 @@ def test_data_that_is_set_later_is_prepared_or_named(train, dataset):
             trainer.train_dataset = rows
     with user_error("`train_dataset` must be a `Dataset` or an `IterableDataset`, got 'rows.jsonl'"):
         trainer.train_dataset = "rows.jsonl"
-    trainer.train_dataset = trainer.train_dataset.select(range(8))
+    prepared, trainer.train_dataset = trainer.train_dataset, None
+    with user_error("`train_dataset` must be a `Dataset` or an `IterableDataset`, got None. Make one of rows by"):
+        trainer.train()
+    trainer.train_dataset = prepared.select(range(8))
     for metrics, message in (
         (0.5, "`compute_metrics` must return a dictionary of numbers by their names, .*, got 0.5"),
         ({"own": torch.ones(2)}, "`compute_metrics` must return numbers by their names, got tensor.* for 'own'"),
