@@ -201,7 +201,7 @@ def test_trl_arguments_keep_their_values(config, cls, trl_class, monkeypatch):
     assert {"learning_rate", "max_steps", "bf16"} <= {*args.given_fields()}
     chosen = {"activation_checkpointing", "include_for_metrics", "debug", "pad_to_multiple_of", "use_cpu"}
     assert not chosen & {*args.given_fields()}  # by the libraries
-    assert cls.from_trl(args, "user/model") is args
+    assert cls.from_trl(args, "user/model") is args  # trainers of one configuration share it, as in TRL
     made, own_init = [], cls.__post_init__
     monkeypatch.setattr(cls, "__post_init__", lambda args: made.append(args) or own_init(args))
     assert cls.from_trl(trl_args, "user/model") is made[-1]  # whose devices accelerate keeps
