@@ -564,7 +564,7 @@ def test_recipe_of_another_folder_has_its_paths_named(tmp_path, monkeypatch):
             {"preparation": "arithmetic", "model_name_or_path": "mine"},
             "There is no folder mine, and a model on the Hub",
         ),
-        ({"chat_template": "template.jinja"}, "`chat_template` must be "),
+        ({"preparation": "arithmetic", "chat_template": "template.jinja"}, "`chat_template` must be "),
         (
             {"benchmarks": ["capitals"], "own_benchmarks": own},
             "`files` of the benchmark `capitals` must be files, and ",
