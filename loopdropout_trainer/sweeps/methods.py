@@ -12,6 +12,7 @@ from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.files import find_recipes_of_name
 from loopdropout_trainer.gates import LoopDropout
 from loopdropout_trainer.gates.rule import check_rule_name
+from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, names_of
 from loopdropout_trainer.settings.command_fields import TRAININGS
 from loopdropout_trainer.settings.recipe import check_names, load_recipe, override
@@ -108,8 +109,11 @@ def check_fields(sweep: Any, methods: dict[str, Any]) -> None:
         if not is_number or not 0 < factor < inf:
             raise UserError(f"`rate_factors` must map {name} to a number larger than 0, got {short_repr(factor)}.")
     chosen_by = sweep.select_on
-    if chosen_by not in (None, "eval_loss") and closest_match(chosen_by, ["eval_loss"]):
-        raise UserError(f"`select_on` must be `eval_loss` or a task, got {chosen_by!r}. Did you mean 'eval_loss'?")
+    usual = ("eval_loss", DEVELOPMENT)
+    if chosen_by is not None and chosen_by not in usual:
+        hint = closest_match(chosen_by, usual)
+        if hint:
+            raise UserError(f"`select_on` must be `eval_loss`, `{DEVELOPMENT}` or a task, got {chosen_by!r}.{hint}")
     for name, definition in methods.items():
         _check_rule(sweep, name, definition)
     if sweep.script not in TRAININGS:

@@ -1466,7 +1466,11 @@ ERRORS = [
     ({"learning_rates": []}, "`learning_rates` must have at least one value, such as `--learning_rates 1e-4 3e-4`."),
     (
         {"select_on": "eval_los"},
-        "`select_on` must be `eval_loss` or a task, got 'eval_los'. Did you mean 'eval_loss'?",
+        "`select_on` must be `eval_loss`, `development` or a task, got 'eval_los'. Did you mean 'eval_loss'?",
+    ),
+    (
+        {"select_on": "developmnt"},
+        "`select_on` must be `eval_loss`, `development` or a task, got 'developmnt'. Did you mean 'development'?",
     ),
     ({"seeds": []}, "`seeds` must have at least one value, such as `--seeds 101 102 103`."),
     ({"learning_rates": [], "seeds": [], "methods": ["lora", "loop_dropuot"]}, "Did you mean 'loop_dropout'?"),
