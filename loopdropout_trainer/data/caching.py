@@ -124,30 +124,31 @@ def own_files(file: Path) -> set[Path]:
 
 def knows_imports(file: Path) -> bool:
     """Return whether Python finds all modules that a Python file imports. It may not with another `PYTHONPATH`."""
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module]
-        for name in names:
-            if PathFinder.find_spec(name.partition(".")[0]) is None and name not in sys.builtin_module_names:
-                return False
-    return True
+    packages = {names[0] for names, level in _find_imports(file) if not level}
+    return all(name in sys.builtin_module_names or PathFinder.find_spec(name) is not None for name in packages)
 
 
 def _imported_files(file: Path) -> Iterator[Path]:
     """Yield the user's files that the import statements of a Python file name."""
     search_path = [folder for folder in sys.path if not _is_of_libraries(folder)]
+    for names, level in _find_imports(file):
+        folders = [str(file.parents[level - 1])] if level else search_path
+        yield from _module_files(names, folders)
+
+
+def _find_imports(file: Path) -> Iterator[tuple[list[str], int]]:
+    """Yield the parts of each name that a Python file imports, and by how many dots it is relative to the file's folder.
+
+    Those of `from a.b import c` are a, b and c, because c may be a module, too.
+    """
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _module_files(alias.name.split("."), search_path)
+                yield alias.name.split("."), 0
         elif isinstance(node, ast.ImportFrom):
-            folders = [str(file.parents[node.level - 1])] if node.level else search_path
             names = node.module.split(".") if node.module else []
-            for alias in node.names:  # each one may be a module, too
-                yield from _module_files([*names, alias.name], folders)
+            for alias in node.names:
+                yield [*names, alias.name], node.level
 
 
 def _module_files(names: Sequence[str], folders: Sequence[str]) -> Iterator[Path]:
