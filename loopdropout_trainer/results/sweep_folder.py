@@ -263,11 +263,12 @@ def describe_progress(folder: str | Path) -> str:
     sentences = []
     for methods in sweeps:
         running = describe_running(_count_running(folder, methods))
-        progress = _describe_missing(folder, methods, counts_soon=bool(running))
+        title = "The sweep"
+        if len(sweeps) > 1:
+            title += f" of {', '.join(methods)}"
+        progress = _describe_missing(folder, methods, title, counts_soon=bool(running))
         if not progress:
             continue
-        if len(sweeps) > 1:
-            progress = progress.replace("The sweep in", f"The sweep of {', '.join(methods)} in", 1)
         end = f"The sweep is running: {running}." if running else _describe_continuation(folder, methods)
         sentences.append(f"{progress} {end}")
         sentences += describe_failures(folder, _list_failed(folder, methods))
@@ -303,12 +304,15 @@ def _describe_continuation(folder: str | Path, methods: Collection[str]) -> str:
     return "The same `loopdropout sweep` command continues it."
 
 
-def _describe_missing(folder: str | Path, methods: Collection[str], counts_soon: bool = False) -> str:
+def _describe_missing(
+    folder: str | Path, methods: Collection[str], title: str = "The sweep", counts_soon: bool = False
+) -> str:
     """Return a sentence about the trainings of an unfinished sweep, or "" for a finished one or without a summary.
 
     Args:
         folder: Folder of the sweep.
         methods: Methods of the sweep. Others in the folder are of other sweeps, or were removed from this one.
+        title: Words for the sweep, with which the sentence begins.
         counts_soon: Whether the sweep is running, so that it soon counts all trainings that have ended.
     """
     summary = read_summary(folder)
@@ -337,7 +341,7 @@ def _describe_missing(folder: str | Path, methods: Collection[str], counts_soon:
     other_code = _chain(summary, "other_code", methods)
     if other_code:
         remarks += f" (of an earlier `--import` file, and not counted: {', '.join(other_code)})"
-    return f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}."
+    return f"{title} in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}."
 
 
 def _list_uncounted(folder: str | Path, methods: Collection[str]) -> list[str]:
