@@ -283,9 +283,8 @@ class Source:
             return "the base model's depth" if self.is_adapter else "the model's own depth"
         if self.has_one_depth:
             return f"K = {self.num_loops}, runs at no other depth"
-        if self.depths is not None and {*self.depths} != {
-            self.num_loops
-        }:  # also of a model that was merged at another depth
+        has_other_depths = self.depths is not None and {*self.depths} != {self.num_loops}
+        if has_other_depths:  # also of a model that was merged at another depth
             trained = " to ".join(map(str, dict.fromkeys(self.depths)))
             return f"K = {self.num_loops}, trained at {trained}, runs at any depth"
         return f"K = {self.num_loops}, runs at any depth"
