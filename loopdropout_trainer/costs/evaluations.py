@@ -56,7 +56,10 @@ def add_answers(parts: Iterable[Answers]) -> Answers:
 
 
 def count_answers(options: ScriptArguments, recipe: Mapping[str, Any], depth: int | None) -> Answers:
-    """Return the numbers of the evaluations after a training: all tasks, and the first one at other depths and in one loop.
+    """Return the numbers of the evaluations of one run.
+
+    They are those of its adapter on all tasks, and on the first task at other depths and in one loop, and those of the base
+    model with `evaluate_base`, on all tasks.
 
     Args:
         options: Steps after the training.
@@ -64,12 +67,12 @@ def count_answers(options: ScriptArguments, recipe: Mapping[str, Any], depth: in
         depth: Recurrence depth K of the training, or None if it is not known.
     """
     tasks = [_count_task(name, options, recipe) for name in options.benchmarks or ()]
+    of_base = tasks if options.evaluate_base else []
     num_settings = sum(other != depth for other in options.eval_num_loops or ())
     if options.single_loop_accuracy:
         num_settings += depth or 0
-    if tasks:
-        tasks.append(tasks[0].times(num_settings))
-    return add_answers(tasks)
+    of_first = [task.times(num_settings) for task in tasks[:1]]
+    return add_answers([*tasks, *of_first, *of_base])
 
 
 def _count_task(name: str, options: ScriptArguments, recipe: Mapping[str, Any]) -> Answers:

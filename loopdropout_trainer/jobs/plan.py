@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from loopdropout_trainer.costs.evaluations import add_answers, count_answers, count_own_problems
@@ -194,11 +193,7 @@ def describe_steps_afterwards(run: Run) -> str:
 
 def _describe_answers(runs: Sequence[Run], depth: int | None) -> str:
     """Return the lines about the problems and the generated tokens of all evaluations, or "" without any."""
-    options, recipe = runs[0].script_args, runs[0].recipe
-    answers = [count_answers(options, recipe, depth).times(len(runs))]
-    if options.evaluate_base:
-        answers.append(count_answers(replace(options, eval_num_loops=None, single_loop_accuracy=False), recipe, depth))
-    return add_answers(answers).describe()
+    return add_answers(count_answers(run.script_args, run.recipe, depth) for run in runs).describe()
 
 
 def describe_push(args: GateConfig) -> str:
@@ -228,6 +223,8 @@ def describe_measurements(options: ScriptArguments) -> list[str]:
         if options.benchmark_limit is not None and not {*options.benchmarks} <= {*numbers}:
             step += f", at most {options.benchmark_limit:,} problems each"
         steps.append(step)
+        if options.evaluate_base:
+            steps.append("evaluate the base model on the same problems")
     if options.eval_num_loops:
         steps.append(f"evaluate {options.benchmarks[0]} at K = {', '.join(map(str, options.eval_num_loops))}")
     if options.single_loop_accuracy:

@@ -979,6 +979,17 @@ def test_plan_reads_values_as_a_training_does(lab, capsys):
     assert "evaluate arithmetic_hard\n                  evaluate arithmetic_hard at K = 8\n" in capsys.readouterr().out
 
 
+def test_plan_counts_the_problems_of_the_base_model(lab, capsys):
+    """Each of the two final runs measures the base model."""
+    for is_measured, number in ((False, 20), (True, 40)):
+        measure = {"benchmarks": ["arithmetic_test"], "benchmark_limit": 10, "evaluate_base": is_measured}
+        lab.sweep(measure=measure, learning_rates=[0.01])
+        sweep.main([lab.file, "--dry_run", "true"])
+        out = capsys.readouterr().out
+        assert f"answers         at most {number} problems" in out
+        assert ("                  evaluate the base model on the same problems\n" in out) == is_measured
+
+
 def test_plan_has_the_learning_rates_of_each_method(lab, capsys):
     """With its factor. A grid without a choice is not extended."""
     fields = {"methods": ["lora", "loop_dropout"], "rate_factors": {"lora": 2}, "learning_rates": [0.01, 0.02]}
