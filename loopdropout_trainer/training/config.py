@@ -322,7 +322,8 @@ class GateConfig:
     # The Trainer pickles its arguments into every checkpoint and logs them: never with a token of the Hub.
 
     def __getstate__(self) -> dict[str, Any]:
-        fields = _without_token({**self.__dict__, "hub_token": None})
+        # `_sharing` is about the trainers of these arguments, and not about those of the copy.
+        fields = _without_token({**self.__dict__, "hub_token": None, "_sharing": None})
         if "_made" in fields:  # so that a copy knows the fields that were set later, and mistyped ones
             fields["_made"] = _without_token({**self._made, "hub_token": None})
         return fields

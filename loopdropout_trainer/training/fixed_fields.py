@@ -117,11 +117,11 @@ def find_changed(args: TrainingArguments, made_with: Mapping[str, Any]) -> list[
     return [name for name, value in made_with.items() if getattr(args, name, None) != value]
 
 
-def changed_field(args: TrainingArguments, made_with: Mapping[str, Any], name: str) -> UserError:
-    """Return the error about a field that has changed since a trainer was made."""
+def changed_field(args: TrainingArguments, made_with: Mapping[str, Any], name: str, hint: str = "") -> UserError:
+    """Return the error about a field that has changed since a trainer was made. `hint` is its last sentence."""
     before, now = short_repr(made_with[name]), short_repr(getattr(args, name))
     return UserError(
-        f"`{name}` must keep its value {before} after the trainer was made, got {now}. {_how_to_change(name)}"
+        f"`{name}` must keep its value {before} after the trainer was made, got {now}. {_how_to_change(name)}{hint}"
     )
 
 

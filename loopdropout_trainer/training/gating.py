@@ -34,13 +34,13 @@ from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import float32_adapter, may_skip_loops
 from loopdropout_trainer.training.fixed_fields import (
     RULE_FIELDS,
-    changed_field,
     check_attribute,
     copy_fields,
     find_changed,
 )
 from loopdropout_trainer.training.given_data import prepare_given
 from loopdropout_trainer.training.rule_checks import check_depths, find_one_depth_type
+from loopdropout_trainer.training.shared_args import changed_since_made, sharing_of
 from loopdropout_trainer.training.start import find_start
 
 
@@ -126,6 +126,7 @@ class GatingMixin:
                 f"{short_repr(rule)}. Make a new trainer."
             )
         self._set_rule(rule)
+        sharing_of(self.args).note_setter(self)
 
     def _set_rule(self, rule: GateRule) -> None:
         """Set the rule, and the fields of `args` that describe it, also its own `p` if that was None."""
@@ -143,7 +144,11 @@ class GatingMixin:
     def p(self, p: float | Sequence[float]) -> None:
         if self._runs_train:
             raise _changed_in_training("p", self.args.p, p)
+        sharing = sharing_of(self.args)
+        if sharing.is_set_by_another(self):
+            self._set_rule(self._rule)  # of which only `p` becomes another one
         before, self.args.p = self.args.p, p
+        sharing.note_setter(self)
         try:
             self._read_rule()
             self._check_depths()
@@ -151,6 +156,8 @@ class GatingMixin:
             self.args.p = before
             self._take_p()
             raise
+        finally:
+            sharing.note_setter(self)  # `p` may have been None, the rule's own value
 
     def _make_rule(self, args: GateConfig) -> None:
         """Make the rule by `args`, which may have changed since they were made, and keep the values that it is made of."""
@@ -162,6 +169,7 @@ class GatingMixin:
         """Keep the values of all fields that this trainer has read by now, and will not read again."""
         self._made_with = copy_fields(self.args)
         self._has_read_fields = True
+        sharing_of(self.args).num_trainers += 1
 
     def prepare_gates(self) -> None:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
@@ -268,9 +276,9 @@ class GatingMixin:
             base.forward = self._forward
 
     def _take_p(self) -> None:
-        """Make a new rule if only `p` has changed of the fields that describe the rule."""
+        """Make a new rule if only `p` has changed of the fields that describe the rule, and not by another trainer."""
         rule_fields = {name: self._made_with[name] for name in RULE_FIELDS}
-        if find_changed(self.args, rule_fields) != ["p"]:
+        if find_changed(self.args, rule_fields) != ["p"] or sharing_of(self.args).is_set_by_another(self):
             return
         rule = self.args.make_rule()
         if rule.alpha_factor == self._rule.alpha_factor:  # which the adapter was made with
@@ -281,7 +289,7 @@ class GatingMixin:
         self._take_p()
         changed = find_changed(self.args, self._made_with)
         if changed:
-            raise changed_field(self.args, self._made_with, changed[-1])
+            raise changed_since_made(self, self._made_with, changed)
         self._check_own_rule()
 
     def _check_own_rule(self) -> None:

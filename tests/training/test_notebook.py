@@ -1,5 +1,6 @@
 """What people do with a trainer and its model in a notebook: the right result, or one sentence."""
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -1196,6 +1197,39 @@ def test_rule_that_a_callback_changes_raises(make_sft, name, value, is_of_traine
     if is_of_trainer:
         setattr(trainer, name, value)
         assert getattr(trainer.args, name) == value
+
+
+def test_rule_of_another_trainer_of_the_same_arguments_is_named(config, dataset, tokenizer):
+    """Trainers share their arguments, as in TRL. So one of them would train with the p that was set on the other."""
+    args = config(max_steps=1)
+    data = {"train_dataset": dataset, "processing_class": tokenizer}
+    first, second = (LoopDropoutSFTTrainer(tiny_ouro(num_hidden_layers=1), args, **data) for _ in range(2))
+    own = "give each trainer a LoopDropoutConfig of its own"
+    first.p = 0.75
+    assert (first.rule.p, second.rule.p) == (0.75, 0.5)
+    with user_error(
+        f"`p` must keep its value 0.5 in this trainer, got 0.75, .* another trainer .*`trainer.p = .*{own}"
+    ):
+        second.train()
+    first.rule = ExactlyM(m=1)
+    with user_error(f"`rule` must keep its value 'loop_dropout' .* got 'exactly_m', .*`trainer.rule = ...`, or {own}"):
+        second.train()
+    second.p = 0.75  # keeps its rule
+    second.train()
+    assert {*second.last_gates.sampled.unique().tolist()} <= {0.0, 4.0} and second.looped.trained_with["p"] == 0.75
+    with user_error("`rule` must keep its value 'exactly_m' in this trainer"):
+        first.train()
+    second.rule = "loop_dropout"
+    first.rule = "exactly_m"
+    assert copy.deepcopy(args).p is None and first.rule == ExactlyM(m=1)
+    args.rule, args.rule_args, args.p = "loop_dropout", None, 0.25  # by hand, for all trainers
+    assert second.rule.p == 0.25
+    args.max_length = 64
+    with user_error(f"`max_length` must keep .* Make a new trainer. If it was set for another trainer .*, {own}"):
+        second.train()
+    args.max_length = second._made_with["max_length"]
+    with user_error("`rule` must keep its value 'exactly_m' after the trainer was made"):
+        first.train()
 
 
 def test_missing_data_of_evaluate_and_predict_is_named(config, dataset, tokenizer):
