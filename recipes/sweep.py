@@ -134,7 +134,7 @@ class Sweep:
         self.loss_chooses_by_default = self.select_on is None and not has_benchmarks(self, methods)
         if self.select_on is None:
             self.select_on = "eval_loss" if self.loss_chooses_by_default else DEVELOPMENT
-        self.recipes = {name: make_recipes(self, definition) for name, definition in methods.items()}
+        self.recipes = make_recipes(self, methods)
         # Both are kept with the digests of `--import` that they hold for, because a file can change during the sweep.
         self.scores: dict[str, tuple[dict[str, str], tuple[float, float]]] = {}  # by name of a run
         self.done: dict[SweepRun, dict[str, str]] = {}
@@ -182,7 +182,7 @@ class Sweep:
             scores = {}
             for rate in rates:
                 run = SweepRun(method, rate, self.seeds[0], True)
-                scores[rate] = read_score(self.folder(run), self.select_on) if with_other_code else self.score(run)
+                scores[rate] = self._read_score(run) if with_other_code else self.score(run)
             if None in scores.values():
                 return Choice(rates, None, "Not every learning rate has a score.")
             if max(scores.values()) == NON_FINITE:
@@ -269,12 +269,17 @@ class Sweep:
         if known is not None and known[0] == imports:
             return known[1]
         folder = self.folder(run)
-        score = read_score(folder, self.select_on)
+        score = self._read_score(run)
         # The code of the run is read last, because every worker asks each second for the runs that are trained.
         if score is None or find_other_code(folder) is not None:
             return None
         self.scores[run.name] = (imports, score)
         return score
+
+    def _read_score(self, run: SweepRun) -> tuple[float, float] | None:
+        """Return the score of a run of any code. A loss on another number of batches does not count, as before the run."""
+        num_batches = self.recipes[run.method].selecting.get("single_loop_batches")
+        return read_score(self.folder(run), self.select_on, num_batches)
 
     def is_done(self, run: SweepRun) -> bool:
         """Return whether a run has finished with its settings, or need not finish.

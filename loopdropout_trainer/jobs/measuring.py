@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from loopdropout_trainer.jobs.runs import Run
-from loopdropout_trainer.results.run_files import BASE_MODEL, is_of_base, write_results
+from loopdropout_trainer.results.run_files import BASE_MODEL, is_of_base, write_results, write_run
 from loopdropout_trainer.results.training_results import UNITS, count_held_out_examples, result_columns
 from loopdropout_trainer.saving.metadata import describe_system_turn
 from loopdropout_trainer.settings.arguments import SFTArguments
@@ -88,6 +88,9 @@ def _diagnose(trainer: Trainer, run: Run, references: list[dict[str, str]]) -> N
     for task, batches in batches_by_task.items():
         results = single_loop(trainer.model, batches) + readouts(trainer.model, batches)
         record(trainer, run, results, task=task)
+    if num_batches and trainer.is_world_process_zero():
+        # A sweep chooses by these losses only if all of its runs have measured on the same number of batches.
+        write_run(trainer.args.output_dir, status="trained", loss_batches=num_batches)
 
 
 def evaluate(trainer: Trainer, run: Run, tasks: list[Task | Group], **place: Any) -> None:

@@ -232,7 +232,7 @@ def describe_measurements(options: ScriptArguments) -> list[str]:
     if getattr(options, "diagnose_task", None):
         steps.append(f"measure losses on {options.diagnose_task}")
     if getattr(options, "single_loop_batches", 0):
-        steps.append("measure losses on held-out examples")
+        steps.append(f"measure losses on held-out examples (`single_loop_batches`: {options.single_loop_batches})")
     return steps
 
 

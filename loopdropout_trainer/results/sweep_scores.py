@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from loopdropout_trainer.results.run_files import DEVELOPMENT, read_own_results, read_run, recipe_path
+from loopdropout_trainer.results.run_files import DEVELOPMENT, read_own_results, read_recipe, read_run, recipe_path
 from loopdropout_trainer.settings.read_yaml import read_yaml_file
 from loopdropout_trainer.terminal import format_fixed
 
@@ -19,8 +19,15 @@ NON_FINITE = (-math.inf, -math.inf)
 """Score of a run whose training has failed with a loss that is not finite."""
 
 
-def read_score(folder: Path, select_on: str) -> tuple[float, float] | None:
-    """Return the score of the run in a folder, `NON_FINITE` if its training failed, or None if it is not measured."""
+def read_score(folder: Path, select_on: str, num_batches: int | None = None) -> tuple[float, float] | None:
+    """Return the score of the run in a folder, `NON_FINITE` if its training failed, or None if it is not measured.
+
+    Args:
+        folder: Folder of the run.
+        select_on: Task that chooses the learning rate, or `eval_loss`.
+        num_batches: Number of batches that a held-out loss must be measured on if the training has measured none itself. A
+            run with another number is not measured. None: any number.
+    """
     if read_run(folder).get("status") == "non-finite":
         return NON_FINITE
     results = read_own_results(folder)
@@ -29,11 +36,27 @@ def read_score(folder: Path, select_on: str) -> tuple[float, float] | None:
     if depths:  # a final run can have accuracies on the same task at other depths, which choose nothing
         rows = [row for row in rows if row.get("num_loops") in depths]
     values = {(row["metric"], row["task"]): row["value"] for row in rows}
-    loss = values.get(("eval_loss", "training"), values.get(("loss", DEVELOPMENT), math.inf))
+    loss = values.get(("eval_loss", "training"))
+    if loss is None:
+        loss = values.get(("loss", DEVELOPMENT), math.inf)
+        if math.isfinite(loss) and num_batches not in (None, _read_loss_batches(folder)):
+            return None
     score = values.get(("accuracy", select_on), -math.inf)
     if select_on == "eval_loss":
         score = -loss
     return (score, -loss) if score > -math.inf else None
+
+
+def _read_loss_batches(folder: Path) -> int:
+    """Return the number of batches of a run's held-out losses.
+
+    An older version did not save it. There, the runs that chose a learning rate measured on 16 batches, and the final ones on
+    those of their recipe, unless it had none.
+    """
+    number = read_run(folder).get("loss_batches")
+    if number is None:
+        number = read_recipe(folder).get("single_loop_batches") or 16
+    return number
 
 
 PER_TOKEN = "nats per token"

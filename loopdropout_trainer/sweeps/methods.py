@@ -28,7 +28,7 @@ FINAL_ONLY = names_of("measurement", "output") - _OF_TASKS
 
 
 LOSS_BATCHES = 16
-"""Default of `single_loop_batches` in the runs of a sweep. Those that choose a learning rate always measure so many."""
+"""Default of `single_loop_batches` in all runs of a sweep."""
 
 
 class Recipes(NamedTuple):
@@ -161,16 +161,22 @@ def has_benchmarks(sweep: Any, methods: dict[str, Any]) -> bool:
     return False
 
 
-def make_recipes(sweep: Any, definition: str | dict) -> Recipes:
-    """Return the settings of a method's runs.
+def make_recipes(sweep: Any, methods: dict[str, Any]) -> dict[str, Recipes]:
+    """Return the settings of the runs of each method by its name.
 
     Args:
         sweep: `Sweep` of recipes/sweep.py, which knows by now if the held-out loss chooses.
-        definition: Definition of the method, from `read_methods`.
+        methods: Definition of each method, from `read_methods`.
 
     Raises:
         UserError: If there are no held-out examples to choose by, the rule does not exist, or a field is set by the sweep.
     """
+    loss_batches = _find_loss_batches(sweep, methods)
+    return {name: _make_recipes(sweep, definition, loss_batches) for name, definition in methods.items()}
+
+
+def _make_recipes(sweep: Any, definition: str | dict, loss_batches: int) -> Recipes:
+    """Return the settings of a method's runs. `loss_batches`: default of `single_loop_batches`."""
     recipe, own = _read_method(sweep, definition)
     holds_out = has_held_out(override(recipe, own))
     if sweep.loss_chooses_by_default and not sweep.full_grid and not holds_out:
@@ -181,12 +187,37 @@ def make_recipes(sweep: Any, definition: str | dict) -> Recipes:
     if holds_out and (sweep.script == "dpo" or sweep.select_on == "eval_loss"):
         recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties, and is reported
     final = _make_final_recipe(sweep, recipe, own)
-    if holds_out and _scores_loops(sweep) and final.get("single_loop_batches") is None:
-        # The run that chose the learning rate has these losses. Without them, the other seeds would be missing in reports.
-        final["single_loop_batches"] = LOSS_BATCHES
     for name in SET_BY_SWEEP & final.keys():
         raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
-    return Recipes(_make_selecting_recipe(sweep, override(recipe, own), holds_out), final)
+    selecting = _make_selecting_recipe(sweep, override(recipe, own))
+    if holds_out and _scores_loops(sweep):
+        # All runs measure on the same examples: the held-out loss chooses, or breaks ties, and reports compare all seeds.
+        number = _find_written_batches(sweep, recipe, own) or loss_batches
+        selecting["single_loop_batches"] = number
+        if final.get("single_loop_batches") is None:  # 0 leaves the losses out of the final runs
+            final["single_loop_batches"] = number
+    return Recipes(selecting, final)
+
+
+def _find_loss_batches(sweep: Any, methods: dict[str, Any]) -> int:
+    """Return the number of held-out batches for the losses of methods that write none: that of the others, if they agree.
+
+    Losses on other examples do not compare, so all methods should measure on the same number of batches.
+    """
+    written = []
+    for definition in methods.values():
+        number = _find_written_batches(sweep, *_read_method(sweep, definition))
+        if number is not None and number not in written:
+            written.append(number)
+    return written[0] if len(written) == 1 else LOSS_BATCHES
+
+
+def _find_written_batches(sweep: Any, recipe: dict, own: dict) -> Any:
+    """Return `single_loop_batches` of a method's final runs, or of its recipe if `measure` leaves them out, or None."""
+    for settings in (_make_final_recipe(sweep, recipe, own), override(recipe, own)):
+        if settings.get("single_loop_batches"):
+            return settings["single_loop_batches"]
+    return None
 
 
 def _read_method(sweep: Any, definition: str | dict) -> tuple[dict, dict]:
@@ -218,15 +249,13 @@ def _make_final_recipe(sweep: Any, recipe: dict, own: dict) -> dict:
     return override({**recipe, **sweep.measure}, own)
 
 
-def _make_selecting_recipe(sweep: Any, recipe: dict, holds_out: bool) -> dict:
-    """Return the recipe of the runs that choose a learning rate, which are measured on what chooses only."""
+def _make_selecting_recipe(sweep: Any, recipe: dict) -> dict:
+    """Return the recipe of the runs that choose a learning rate, without the losses of each loop."""
     first = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
     first["evaluate_base"] = False
     first["benchmarks"] = [] if sweep.select_on == "eval_loss" else [sweep.select_on]
     if "own_benchmarks" in sweep.measure:
         first["own_benchmarks"] = sweep.measure["own_benchmarks"]
-    if holds_out and _scores_loops(sweep):
-        first["single_loop_batches"] = LOSS_BATCHES  # the held-out loss chooses, or breaks ties
     return first
 
 

@@ -35,6 +35,7 @@ from loopdropout_trainer.results.run_files import is_of_training, read_own_resul
 from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_running, is_running
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.settings.recipe import build_part
+from loopdropout_trainer.sweeps.choice_plan import by_method, describe_choice_plan
 from loopdropout_trainer.sweeps.code import can_accept_other_results, describe_other_results
 from loopdropout_trainer.sweeps.counts import describe_other_runs, describe_uncounted
 from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time
@@ -117,7 +118,7 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, TrainingExamples | No
     example_lines = {}
     if examples:
         for title, texts in describe_sweep_examples(examples, trainings).items():
-            example_lines[title] = _by_method(texts)
+            example_lines[title] = by_method(texts)
     costs = _describe_costs(sweep, trainings)
     measured = _describe_measured_time(sweep)
     is_computed = find_obstacle([*trainings.values()]) is None
@@ -126,20 +127,20 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, TrainingExamples | No
     num_ended, total = sweep.count()
     return {
         "trainings": count(total, "training"),
-        "model": _by_method(models),
+        "model": by_method(models),
         "methods": ", ".join(sweep.recipes),
-        "rules": _by_method({method: _describe_rule(method, training) for method, training in trainings.items()}),
-        "learning rates": _by_method({method: _describe_rates(sweep, method) for method in sweep.recipes}),
+        "rules": by_method({method: _describe_rule(method, training) for method, training in trainings.items()}),
+        "learning rates": by_method({method: _describe_rates(sweep, method) for method in sweep.recipes}),
         "seeds": _describe_seeds(sweep),
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
-        "each training": _by_method(sizes),
-        "depth": _by_method({method: describe_depths(training) for method, training in trainings.items()}),
-        "settings": _by_method({method: describe_other_settings(training) for method, training in trainings.items()}),
-        "gates": _by_method({method: describe_gates(training) for method, training in trainings.items()}),
+        "each training": by_method(sizes),
+        "depth": by_method({method: describe_depths(training) for method, training in trainings.items()}),
+        "settings": by_method({method: describe_other_settings(training) for method, training in trainings.items()}),
+        "gates": by_method({method: describe_gates(training) for method, training in trainings.items()}),
         **example_lines,
         **costs,
-        "choice": _describe_choice(sweep),
-        "evaluation": _by_method(_describe_evaluations(sweep)),
+        "choice": describe_choice_plan(sweep, examples, trainings),
+        "evaluation": by_method(_describe_evaluations(sweep)),
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
         "also there": describe_other_runs(sweep),
         "done": _describe_done(sweep, num_ended, total, measured),
@@ -221,16 +222,6 @@ def _describe_order(sweep: Any) -> str:
     return f"{first} with every learning rate, then {later} with the one that is best on {sweep.select_on}"
 
 
-def _by_method(texts: Mapping[str, str]) -> str:
-    """Return the text about each method, under the names of all methods with the same text unless it is of all methods."""
-    methods: dict[str, list[str]] = {}
-    for method, text in texts.items():
-        methods.setdefault(text, []).append(method)
-    if len(methods) == 1:
-        return next(iter(methods))
-    return "\n".join(f"{', '.join(names)}: {text}" for text, names in methods.items() if text)
-
-
 def _describe_rule(method: str, training: Training) -> str:
     """Return the rule of a method with its fields, or "" if the name of the method is that of a rule without fields."""
     rule = training.args.make_rule()
@@ -307,16 +298,6 @@ def _read_train_seconds(sweep: Any) -> list[float]:
             if is_of_training(row) and row["metric"] == "train_seconds":
                 seconds.append(row["value"])
     return seconds
-
-
-def _describe_choice(sweep: Any) -> str:
-    """Return the measurements that choose the learning rates."""
-    if sweep.full_grid:
-        return ""
-    num_runs = sum(len(sweep.choice(method).rates) for method in sweep.recipes)
-    if sweep.select_on == "eval_loss":
-        return f"held-out losses of {count(num_runs, 'run')}"
-    return f"{count(num_runs, 'evaluation')} of {sweep.select_on}"
 
 
 def _describe_evaluations(sweep: Any) -> dict[str, str]:

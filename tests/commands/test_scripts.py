@@ -135,6 +135,7 @@ def test_sft_writes_the_expected_results(quickstart):
         ]
         assert {row[-2] for row in written ^ expected} == {"peak_memory_gb"}
         assert is_finished(folder) and {row["step"] for row in rows} == {6, None}
+        assert read_run(folder)["loss_batches"] == 2
 
 
 def test_sft_saves_recipe_card_and_merged_model(quickstart):

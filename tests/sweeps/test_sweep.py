@@ -40,7 +40,7 @@ from loopdropout_trainer.jobs import training_data
 from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.results.imported_code import accept_other_code, describe_imports, digest_imports, find_edited
-from loopdropout_trainer.results.run_files import read_run, write_results
+from loopdropout_trainer.results.run_files import read_run, write_results, write_run
 from loopdropout_trainer.results.sweep_folder import (
     SweepRun,
     describe_choices,
@@ -158,7 +158,7 @@ def test_sweep_chooses_on_first_seed_then_trains_all(lab):
     recipe = load_recipe(lab.out / "lora/lr_0.02/seed_102/recipe.yaml")
     assert recipe["run_name"] == "out/lora/lr_0.02/seed_102" and recipe["resume_from_checkpoint"] == "true"
     assert recipe["single_loop_batches"] == 1 and "compare_with" not in recipe
-    assert load_recipe(lab.out / "lora/lr_0.01/seed_101/recipe.yaml")["single_loop_batches"] == 16
+    assert load_recipe(lab.out / "lora/lr_0.01/seed_101/recipe.yaml")["single_loop_batches"] == 1
 
 
 def test_sweep_prepares_runs_of_each_method(lab):
@@ -168,7 +168,7 @@ def test_sweep_prepares_runs_of_each_method(lab):
     assert made.choice("hard").rates == [0.005, 0.01, 0.02]
     first, final = (made.run_settings(SweepRun("hard", 0.01, 101, selects)) for selects in (True, False))
     measured = lambda run: [run.get(name) for name in ("benchmarks", "single_loop_batches", "eval_num_loops")]
-    assert measured(first) == [[], 16, None] and measured(final) == [["arithmetic_hard"], 1, [2]]
+    assert measured(first) == [[], 1, None] and measured(final) == [["arithmetic_hard"], 1, [2]]
     lab.recipe.write_text(yaml.safe_dump({name: RECIPE[name] for name in RECIPE if name != "single_loop_batches"}))
     made = lab.sweep(script="dpo")  # ties are broken by its own held-out loss
     first, final = (made.run_settings(SweepRun("lora", 0.01, 101, selects)) for selects in (True, False))
@@ -188,12 +188,75 @@ def test_all_final_runs_of_a_sweep_measure_the_same_losses(lab, capsys, rates):
     assert re.search(
         r"evaluation .* final runs of each method:\n +measure losses on held-out ex", capsys.readouterr().out
     )
-    assert lab.sweep(measure={"single_loop_batches": 0}).recipes["lora"].final["single_loop_batches"] == 0
-    assert lab.sweep(settings={"single_loop_batches": 3}).recipes["lora"].final["single_loop_batches"] == 3
+    numbers = lambda made, method="lora": [recipe["single_loop_batches"] for recipe in made.recipes[method]]
+    assert numbers(lab.sweep(measure={"single_loop_batches": 0})) == [16, 0]  # the loss chooses nevertheless
+    assert numbers(lab.sweep(settings={"single_loop_batches": 3})) == [3, 3]
+    assert numbers(lab.sweep(settings={"single_loop_batches": 3}, measure={"single_loop_batches": 0})) == [3, 0]
+    made = lab.sweep(settings={"single_loop_batches": 3}, measure={"single_loop_batches": 4})
+    assert numbers(made) == [4, 4]
+    own = {"a": {"single_loop_batches": 3}, "b": "lora"}
+    assert numbers(lab.sweep(methods=[own]), "a") == numbers(lab.sweep(methods=[own]), "b") == [3, 3]
+    made = lab.sweep(methods=[{**own, "c": {"single_loop_batches": 4}}])
+    assert [numbers(made, method) for method in "abc"] == [[3, 3], [16, 16], [4, 4]]
     assert (
         "single_loop_batches" not in lab.sweep(settings={"num_eval_examples": 0}, full_grid=True).recipes["lora"].final
     )
     assert "single_loop_batches" not in lab.sweep(script="dpo").recipes["lora"].final
+
+
+def test_plan_says_on_how_many_examples_the_chosen_losses_are(lab, capsys):
+    """And warns of few of them only if the losses of `single_loop_batches` choose, and there are more held-out examples."""
+    few = {"num_eval_examples": 120, "eval_strategy": "no", "per_device_eval_batch_size": 8}
+    enough = {"single_loop_batches": 13}
+    methods = [{"few": {"single_loop_batches": 2}, "enough": enough, "all": {**enough, "num_eval_examples": 20}}]
+    lab.sweep("sft", settings=few, methods=methods, select_on="eval_loss")
+    sweep.main([lab.file, "--dry_run", "true"])
+    indent = "\n" + 16 * " "
+    out = capsys.readouterr().out
+    assert (
+        f"\nchoice          held-out losses of 9 runs"
+        f"{indent}few: each on the first 2 batches (16 of 120 held-out examples), as `single_loop_batches` says"
+        f"{indent}enough: each on the first 13 batches (104 of 120 held-out examples), as `single_loop_batches` says"
+        f"{indent}all: each on the first 13 batches (20 of 20 held-out examples), as `single_loop_batches` says"
+        f"{indent}few: Losses on 16 examples differ mostly by chance, so raise `single_loop_batches` until the runs "
+        "measure at least 100 examples.\nevaluation "
+    ) in out
+    for settings, line in (
+        (
+            {**few, "eval_strategy": "epoch"},
+            "held-out losses of 3 runs{}each on all held-out examples, during the training\n",
+        ),
+        (
+            {**few, "eval_packing": True},
+            "held-out losses of 3 runs{}each on the first batch (at most 8 packed rows), as",
+        ),
+    ):
+        lab.sweep("sft", settings=settings, select_on="eval_loss")
+        sweep.main([lab.file, "--dry_run", "true"])
+        out = capsys.readouterr().out
+        assert f"\nchoice          {line.format(indent)}" in out and "by chance" not in out
+
+
+def test_losses_on_other_batches_choose_no_learning_rate(lab):
+    """A sweep that goes on with another `single_loop_batches` measures its runs again, so that it never mixes losses."""
+    fields = {"select_on": "eval_loss", "seeds": [101]}
+    lab.set_world(losses={"0.01": 2.0, "0.02": 1.0, "0.04": 3.0})
+    made = lab.run(**fields, measure={"single_loop_batches": 2})
+    assert made.choice("lora").best == 0.02 and not made.pending() and len(lab.log) == 4
+    write_run(
+        lab.out / "lora/lr_0.04/seed_101", loss_batches=3
+    )  # which it was measured on since, unlike its recipe says
+    lab.set_world(losses={"0.01": 0.5, "0.02": 1.5, "0.04": 3.5})
+    made = lab.sweep(**fields, measure={"single_loop_batches": 3})
+    assert made.choice("lora").best is None
+    assert [run.name for run in made.pending()] == [f"lora/lr_{rate}/seed_101" for rate in (0.01, 0.02)]
+    made.train_all()
+    assert made.choice("lora").best == 0.01 and made.choice("lora", with_other_code=True).best == 0.01
+    again = lab.sweep(**fields, measure={"single_loop_batches": 0})  # the recipe of the choice has 1 batch
+    assert len(again.pending()) == 3
+    for folder in lab.out.glob("lora/*/*"):
+        write_results(folder, [{**read_lines(folder / "results.jsonl")[0], "metric": "eval_loss", "value": 1.0}])
+    assert again.choice("lora").best == 0.01  # the losses of a training itself are on all examples
 
 
 def test_sweep_continues_finished_runs(lab):
@@ -653,7 +716,7 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "choice          6 evaluations of development\n"
         "evaluation      2 final runs of each method:\n"
         "                  evaluate arithmetic_hard\n"
-        "                  measure losses on held-out examples\n"
+        "                  measure losses on held-out examples (`single_loop_batches`: 1)\n"
         "answers         at most 2,012 problems and 160,960 generated tokens, without further learning rates\n"
         f"                {HOW_TO_TIME}\n"
         f"\nNext:\n  loopdropout sweep {lab.file} --workers 2\n  loopdropout report {lab.out}   # after the sweep\n"

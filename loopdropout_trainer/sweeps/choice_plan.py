@@ -1,0 +1,106 @@
+"""The line of a sweep's plan about the measurements that choose the learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from loopdropout_trainer.costs.trainings import Training
+from loopdropout_trainer.data.arguments import count_held_out
+from loopdropout_trainer.errors import count
+from loopdropout_trainer.jobs.training_data import NotLoaded, TrainingExamples
+from loopdropout_trainer.training.evaluation_fields import word_of
+
+
+FEW_EXAMPLES = 100
+"""Number of held-out examples below which the order of losses is mostly noise."""
+
+
+def by_method(texts: Mapping[str, str]) -> str:
+    """Return the text about each method, under the names of all methods with the same text unless it is of all methods."""
+    methods: dict[str, list[str]] = {}
+    for method, text in texts.items():
+        methods.setdefault(text, []).append(method)
+    if len(methods) == 1:
+        return next(iter(methods))
+    return "\n".join(f"{', '.join(names)}: {text}" for text, names in methods.items() if text)
+
+
+def describe_choice_plan(
+    sweep: Any, examples: Mapping[str, TrainingExamples | NotLoaded], trainings: Mapping[str, Training]
+) -> str:
+    """Return the measurements that choose the learning rates, with the number of examples, or "" if none is chosen.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+        examples: Examples of each method, from `load_sweep_examples`.
+        trainings: Training of each method.
+    """
+    if sweep.full_grid:
+        return ""
+    num_runs = sum(len(sweep.choice(method).rates) for method in sweep.recipes)
+    if sweep.select_on != "eval_loss":
+        return f"{count(num_runs, 'evaluation')} of {sweep.select_on}"
+    places, warnings = {}, {}
+    for method, training in trainings.items():
+        num_held_out = _count_held_out(examples.get(method), training)
+        places[method] = _describe_examples(training, num_held_out)
+        warnings[method] = _warn_of_few_examples(training, num_held_out)
+    lines = [f"held-out losses of {count(num_runs, 'run')}", by_method(places), by_method(warnings)]
+    return "\n".join(filter(None, lines))
+
+
+def _measures_in_training(training: Training) -> bool:
+    """Return whether the training itself measures the held-out loss that chooses, which then is of all examples."""
+    return word_of(training.args.eval_strategy) != "no" or not training.recipe.get("single_loop_batches")
+
+
+def _count_held_out(examples: TrainingExamples | NotLoaded | None, training: Training) -> int | None:
+    """Return the number of held-out examples, as far as it is known before the runs load them."""
+    if isinstance(examples, TrainingExamples) and hasattr(examples.loaded.datasets.get("eval"), "__len__"):
+        return len(examples.loaded.datasets["eval"])
+    return count_held_out(training.recipe) or None
+
+
+def _is_packed(training: Training) -> bool:
+    """Return whether the held-out examples are packed, so that a row of a batch has several examples."""
+    eval_packing = getattr(training.args, "eval_packing", None)
+    if eval_packing is None:
+        return bool(getattr(training.args, "packing", False))
+    return eval_packing
+
+
+def _count_measured(training: Training, num_held_out: int | None) -> int:
+    """Return the number of examples, or of packed rows, in the first batches, which the losses are measured on."""
+    number = training.recipe["single_loop_batches"] * training.args.per_device_eval_batch_size
+    if num_held_out is not None and not _is_packed(training):
+        number = min(number, num_held_out)
+    return number
+
+
+def _describe_examples(training: Training, num_held_out: int | None) -> str:
+    """Return which held-out examples the losses that choose are measured on."""
+    if _measures_in_training(training):
+        return "each on all held-out examples, during the training"
+    num_batches, num_rows = training.recipe["single_loop_batches"], _count_measured(training, num_held_out)
+    batches = "the first batch" if num_batches == 1 else f"the first {num_batches:,} batches"
+    if _is_packed(training):
+        rows = f"at most {count(num_rows, 'packed row')}"
+    elif num_held_out is None:
+        rows = f"at most {count(num_rows, 'example')}"
+    else:
+        rows = f"{num_rows:,} of {count(num_held_out, 'held-out example')}"
+    return f"each on {batches} ({rows}), as `single_loop_batches` says"
+
+
+def _warn_of_few_examples(training: Training, num_held_out: int | None) -> str:
+    """Return a warning if the losses that choose are measured on few of the held-out examples, or ""."""
+    if _measures_in_training(training) or _is_packed(training):
+        return ""
+    number = _count_measured(training, num_held_out)
+    if number >= FEW_EXAMPLES or number == num_held_out:  # more batches have no other examples
+        return ""
+    return (
+        f"Losses on {count(number, 'example')} differ mostly by chance, so raise `single_loop_batches` until the runs measure "
+        f"at least {FEW_EXAMPLES} examples."
+    )
