@@ -75,6 +75,7 @@ class GatedBatch:
             are (row, segment) of the examples. None outside of a training step.
         options: Optimizations that the model may use.
         rule: Rule that drew the gates, or None.
+        num_examples: Number of examples that the gates were drawn for, or None if they are for any number.
         sampled: The gates as they were given, also if all are one.
         active: [K][N], whether an example has an active gate in a loop. None for unit gates, and if an update can have an
             effect or a gradient although its gate is zero.
@@ -88,6 +89,7 @@ class GatedBatch:
     draw: Any = None
     options: BatchOptions = BatchOptions()
     rule: Any = None
+    num_examples: int | None = None
     sampled: Tensor | None = field(init=False, default=None)
     active: list[list[bool]] | None = field(init=False, default=None)
     unused_modules: list[bool] = field(init=False, default_factory=list)
@@ -117,17 +119,19 @@ class GatedBatch:
         if self.sampled is None:
             return "GatedBatch with unit gates"
         gates = self.sampled.detach().float().cpu()  # [K, N] or [K, N, M]
-        num_loops, num_examples = gates.shape[:2]
+        num_loops, num_columns = gates.shape[:2]
         lowest, highest = f"{gates.min().item():.4g}", f"{gates.max().item():.4g}"
         values = f"gates {lowest}" if lowest == highest else f"gates from {lowest} to {highest}"
-        size = "all examples" if num_examples == 1 else f"{num_examples} examples"
+        is_for_all = num_columns == 1 and self.num_examples != 1
+        size = "all examples" if is_for_all else count(num_columns, "example")
         lines = [f"GatedBatch of {size} in {count(num_loops, 'loop')}, {values}. Loops in which they are on:"]
-        is_on = gates.reshape(num_loops, num_examples, -1).any(dim=2)  # [K, N], of any module
-        for example in range(min(num_examples, MOST_SHOWN)):
+        is_on = gates.reshape(num_loops, num_columns, -1).any(dim=2)  # [K, N], of any module
+        for example in range(min(num_columns, MOST_SHOWN)):
             loops = [str(loop + 1) for loop in range(num_loops) if is_on[loop, example]]
-            lines.append(f"  example {example + 1}: {', '.join(loops) or 'none'}")
-        if num_examples > MOST_SHOWN:
-            lines.append(f"  and {num_examples - MOST_SHOWN} more, see `sampled`")
+            name = "all examples" if is_for_all else f"example {example + 1}"
+            lines.append(f"  {name}: {', '.join(loops) or 'none'}")
+        if num_columns > MOST_SHOWN:
+            lines.append(f"  and {num_columns - MOST_SHOWN} more, see `sampled`")
         return "\n".join(lines)
 
     @property

@@ -265,7 +265,7 @@ class LoopDropoutHandle:
         ids, token_examples = find_examples(inputs)  # N ids, and [B, S] or None
         num_loops, num_modules = self.looped.num_loops, len(self.physical_layers)
         gates = as_gate_matrix(self.sample(ids), num_loops, num_modules, len(ids), "Gates of `sample`")  # [K, N]
-        self.last_gates = GatedBatch(gates, token_examples)
+        self.last_gates = GatedBatch(gates, token_examples, num_examples=len(ids))
         self.num_draws += 1
         self.gate_state.set(self.last_gates)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import TrainingArguments
@@ -112,8 +112,13 @@ def check_best_metric(args: Any, datasets: Iterable[str] = ()) -> None:
         return
     names = list_metrics(args.command, datasets)
     if name not in names:
-        hint = closest_match(name, names)
-        raise UserError(f"`metric_for_best_model` must be one of {', '.join(names)}, got {metric!r}.{hint}")
+        raise unknown_metric(metric, names)
+
+
+def unknown_metric(metric: str, names: Sequence[str]) -> UserError:
+    """Return the error about a `metric_for_best_model` that is none of an evaluation's metrics, `names` without `eval_`."""
+    hint = closest_match(metric.removeprefix("eval_"), names)
+    return UserError(f"`metric_for_best_model` must be one of {', '.join(names)}, got {metric!r}.{hint}")
 
 
 def _is_multiple(save_steps: float, eval_steps: float) -> bool:

@@ -162,6 +162,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             draw=draw if self.samples_start_states else None,
             options=self.batch_options,
             rule=self.rule,
+            num_examples=len(ids),
         )
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor | None]:

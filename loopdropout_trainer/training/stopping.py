@@ -28,7 +28,7 @@ from loopdropout_trainer.saving.checkpoints import (
     name_metric,
     newest_checkpoint,
 )
-from loopdropout_trainer.training.evaluation_fields import check_best_metric
+from loopdropout_trainer.training.evaluation_fields import check_best_metric, unknown_metric
 
 
 logger = logging.get_logger(__name__)
@@ -257,9 +257,7 @@ def explain_metrics(trainer: Trainer) -> Iterator[None]:
             raise
         measured = trainer.state.log_history[-1]
         names = [name.removeprefix("eval_") for name in measured if name.startswith("eval_")]
-        raise UserError(
-            f"`metric_for_best_model` must be one of {', '.join(names)}, got {trainer.args.metric_for_best_model!r}."
-        ) from None
+        raise unknown_metric(trainer.args.metric_for_best_model, names) from None
 
 
 @contextmanager

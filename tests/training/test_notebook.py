@@ -246,9 +246,15 @@ def test_last_gates_print_the_loops_of_each_example(train):
     *_, last = lines = repr(GatedBatch(modules)).splitlines()
     assert (lines[1], lines[2], last) == ("  example 1: 2", "  example 2: none", "  and 2 more, see `sampled`")
     assert "10 examples in 1 loop, gates 0." in repr(GatedBatch(torch.zeros(1, 10)))
-    assert repr(GatedBatch()) == "GatedBatch with unit gates" and "of all examples" in repr(
-        GatedBatch(torch.zeros(4, 1))
-    )
+    assert repr(GatedBatch()) == "GatedBatch with unit gates"
+    first, second = repr(GatedBatch(torch.zeros(4, 1))).splitlines()
+    assert "of all examples in 4 loops" in first and second == "  all examples: none"
+    batch = next(iter(trainer.get_train_dataloader()))
+    handle = loop_dropout(with_adapter().train())
+    handle.model(torch.arange(5).view(1, 5))
+    for of_one in (trainer.sample_gates({"input_ids": batch["input_ids"][:1]}), handle.last_gates):
+        first, second = repr(of_one).splitlines()
+        assert "of 1 example in 4 loops" in first and second.startswith("  example 1: ")
 
 
 def test_sampled_gates_are_not_set_on_the_model(make_sft):

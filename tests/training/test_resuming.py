@@ -289,8 +289,10 @@ def test_best_checkpoint_needs_evaluations_in_our_words(config):
 
 def test_unmeasured_metric_is_explained(make_trainer):
     fields = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    with user_error("`metric_for_best_model` must be one of loss, .*mean_token_accuracy, .*got 'accuracy'."):
-        make_trainer(metric_for_best_model="accuracy", **fields).train()  # a class of the user's can add metrics
+    with user_error(
+        "`metric_for_best_model` must be one of loss, .*mean_token_accuracy, .*got 'entropyy'. Did you mean 'entropy'?"
+    ):
+        make_trainer(metric_for_best_model="entropyy", **fields).train()  # a class of the user's can add metrics
     trainer = make_trainer(cls=LoopDropoutSFTTrainer, metric_for_best_model="mean_token_acuracy", **fields)
     with user_error("`metric_for_best_model` must be one of loss, .*Did you mean 'mean_token_accuracy'"):
         trainer.train()
