@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from peft import PeftModel
@@ -94,6 +94,28 @@ def _check_seed(seed: Any) -> int:
     except TypeError:
         pass
     raise UserError(f"`seed` must be an integer, got {short_repr(seed)}.")
+
+
+class _UnknownSteps:
+    """The number of steps of a training loop, which a handle does not know. Arithmetic with it raises UserError."""
+
+    def __init__(self, rule: GateRule) -> None:
+        self.rule = rule
+
+    def __repr__(self) -> str:
+        return "unknown"
+
+    def _refuse(self, *operands: Any) -> NoReturn:
+        name, class_name = self.rule.name, type(self.rule).__name__
+        raise UserError(
+            f"The rule {name!r} must not use `draw.num_steps` with `loop_dropout`, which does not know how long it trains. "
+            f"Write `uses_steps = True` in the class {class_name}, and train it with `LoopDropoutSFTTrainer`."
+        )
+
+    __bool__ = __int__ = __float__ = __index__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 _SETTABLE = ("num_draws", "p", "rule", "sample", "seed")
@@ -196,6 +218,7 @@ class LoopDropoutHandle:
             step=self.num_draws,
             example_ids=[(first_row + row, segment) for row, segment in example_ids],
             num_loops=self.looped.num_loops,
+            num_steps=_UnknownSteps(self.rule),
             num_modules=len(self.physical_layers),
             layers=self.physical_layers,
         )

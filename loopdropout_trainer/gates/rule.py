@@ -27,7 +27,7 @@ class Draw(Streams):
 
     Args:
         num_loops: Recurrence depth K.
-        num_steps: Total number of optimizer steps, for schedules.
+        num_steps: Total number of optimizer steps, for schedules. Only trainers know it.
         num_modules: Number M of adapted linear maps.
         layers: Index of the physical layer of each adapted map, [M].
         draw_index: Index of this draw among the rule's `draws_per_batch` of a micro-batch.

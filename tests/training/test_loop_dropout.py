@@ -1,6 +1,7 @@
 """Loop Dropout in other training loops, and the examples of docs/training_loops.md."""
 
 import copy
+import dataclasses
 import re
 
 import accelerate
@@ -227,6 +228,32 @@ def test_recomputation_without_its_gates_raises(make, use_reentrant):
 def test_rules_of_trainers_raise(name):
     with user_error("`rule` must only draw gates"):
         loop_dropout(with_adapter(), rule=make_rule(name))
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        lambda draw: draw.step / draw.num_steps,
+        lambda draw: draw.step / max(draw.num_steps - 1, 1),
+        lambda draw: 0.5 if draw.num_steps and draw.num_steps > 9 else 0,
+    ],
+)
+def test_rule_that_does_not_say_that_it_uses_steps_is_named(progress):
+    """It would divide by zero, or have the p of its last step from the second pass on."""
+
+    class Late(LoopDropout):
+        name = "late"
+        has_unit_mean = False
+
+        def sample(self, draw):
+            assert "num_steps=unknown" in repr(dataclasses.replace(draw, seed=1))
+            return super().sample(draw) * progress(draw)
+
+    handle = loop_dropout(with_adapter().train(), rule=Late())
+    with user_error(
+        "The rule 'late' must not use `draw.num_steps` .* Write `uses_steps = True` in the class Late, and"
+    ):
+        handle.model(IDS)
 
 
 def test_rule_of_two_draws_raises():
