@@ -124,12 +124,14 @@ def main(argv: list[str] | None = None) -> None:
     results, output_dir = load_results(*args.folders), find_output_dir(args)
     with making_report(output_dir):
         final = final_results(results, args.checkpoints, args.folders)
-        print_sentences(*results.attrs["left_out"].splitlines(), *describe_left_out_runs(results, final))
         for name, spec in specs.items():
             make_named(name, spec, final, output_dir)
         if not specs:
             summarize(final, output_dir, has_left_out=len(final) < len(results))
             report_comparison(args.folders, output_dir)
+        left_out = [*results.attrs["left_out"].splitlines(), *describe_left_out_runs(results, final)]
+        if left_out:
+            print_sentences("", *left_out)  # after the tables, which are the answer
 
 
 def find_output_dir(args: ReportArguments) -> Path:

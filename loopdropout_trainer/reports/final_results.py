@@ -45,7 +45,8 @@ def final_results(results: pd.DataFrame, with_checkpoints: bool = False, named: 
     Args:
         results: From `load_results`.
         with_checkpoints: Whether results of checkpoints stay.
-        named: Folders that the user has named. The results of a run among them stay, also if it only chose a learning rate.
+        named: Folders that the user has named. The results of a run among them stay, also if it only chose a learning rate,
+            and those of a run outside of all of them, because they are of an evaluation whose models the user has named.
     """
     accuracy = results[(results["metric"] == "accuracy") & results["sweep"].notna()]
     is_test = accuracy["task"] != DEVELOPMENT
@@ -55,11 +56,23 @@ def final_results(results: pd.DataFrame, with_checkpoints: bool = False, named: 
     seems_rejected |= ~is_measured & _has_fewer_seeds(results)
     is_rejected = results["run"].map(_read_rejected(results))
     is_rejected = is_rejected.where(is_rejected.notna(), seems_rejected).astype(bool)
-    is_named = results["run"].isin([str(Path(folder).resolve()) for folder in named])
-    is_final = ~is_rejected | is_named | is_of_base(results)
+    is_final = ~is_rejected | _is_named(results, named) | is_of_base(results)
     if not with_checkpoints:
         is_final &= results["checkpoint"].isna()
     return results[is_final]
+
+
+def _is_named(results: pd.DataFrame, folders: Collection[str]) -> pd.Series:
+    """Return whether the user has named the run of each result: as one of some folders, or in an evaluation that is there.
+
+    The run of such an evaluation is in another place than the folders.
+    """
+    paths = {Path(folder).resolve() for folder in folders}
+    named = {}
+    for run in results["run"].unique():
+        places = {Path(run), *Path(run).parents}
+        named[run] = Path(run) in paths or (bool(paths) and paths.isdisjoint(places))
+    return results["run"].map(named)
 
 
 def _read_rejected(results: pd.DataFrame) -> dict[str, bool]:
@@ -92,8 +105,7 @@ def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[s
                 lines.append(f"Left out: {runs}, because no learning rate is chosen. {reason}".rstrip())
                 lines += _describe_scores(folder, method, own)
     if left_out:
-        runs = count(len(left_out), "run")
-        lines.append(f"Left out: {runs} that only chose a learning rate. The sweep prints their scores.")
+        lines.append(_describe_rejected(len(left_out)))
     lines += _describe_checkpoints(results, final)
     for folder in folders:
         choices = describe_choices(folder)
@@ -102,6 +114,14 @@ def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[s
         lines += filter(None, [describe_progress(folder), _describe_accepted(folder)])
     lines += [*describe_codes(final), *_describe_edits(final), *_describe_versions(final)]
     return [*lines, *_describe_mean_gates(final)]
+
+
+def _describe_rejected(number: int) -> str:
+    """Return the sentences about a number of runs that only chose a learning rate."""
+    scores, results = "its score", "Name its folder, too, to show its results."
+    if number > 1:
+        scores, results = "their scores", "Name their folders, too, to show their results."
+    return f"Left out: {count(number, 'run')} that only chose a learning rate. The sweep prints {scores}. {results}"
 
 
 def _describe_scores(folder: Path, method: str, runs: Collection[str]) -> list[str]:

@@ -72,8 +72,13 @@ from loopdropout_trainer.results.sweep_folder import RUN_NAME, find_choosing_tas
 from loopdropout_trainer.settings.arguments import names_of
 
 
-NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
-"""Fields of recipes in which the results of one mean may differ. The last two are columns of the results as well."""
+NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {
+    "adapter",
+    "gates",
+    "benchmark_limit",
+}
+"""Fields of recipes in which the results of one mean may differ. The column `n` of the results tells the effect of the last
+one, and the two before it are columns of the results as well."""
 IGNORED = {
     "value",
     "seed",
@@ -267,6 +272,8 @@ def _find_choosing(results: pd.DataFrame) -> pd.Series:
 def _set_recipe(row: dict[str, Any], read_once: Callable[[str], dict[str, Any]]) -> None:
     """Give a result the columns `recipe_*` of its training. A result of the base model keeps those that it depends on.
 
+    A result of `evaluate` has the `benchmark_limit` that it was measured with.
+
     Args:
         row: Result with the column `run`.
         read_once: `read_recipe` with a memory.
@@ -283,8 +290,8 @@ def _set_recipe(row: dict[str, Any], read_once: Callable[[str], dict[str, Any]])
         if row["task"] == DEVELOPMENT:
             is_held_out_loss = row["metric"] in ("loss", "depth_loss", "readout_loss")
         _empty_recipe(row, kept=OF_BASE_LOSS if is_held_out_loss else OF_BASE)
-        if "limit" in row:  # of an evaluation, whose recipe has the limit of the first one in the folder
-            row["recipe_benchmark_limit"] = row["limit"]
+    if "limit" in row:  # of `evaluate`, whose recipe in the folder has the limit of the first evaluation there
+        row["recipe_benchmark_limit"] = row["limit"]
 
 
 def _empty_recipe(row: dict[str, Any], kept: Collection[str] = ()) -> None:

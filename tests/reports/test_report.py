@@ -40,7 +40,7 @@ from loopdropout_trainer.reports import (
     tables,
 )
 from loopdropout_trainer.reports.figures import average_windows, points
-from loopdropout_trainer.reports.final_results import final_results
+from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.reports.labels import labelled, name_methods
 from loopdropout_trainer.reports.plots import GRAY, heat_plot, line_plot, save_figure, space_ticks
 from loopdropout_trainer.reports.result_choice import split_repeated
@@ -959,6 +959,43 @@ def finished_sweep(tmp_path):
     return tmp_path / "mine"
 
 
+def test_report_of_an_evaluation_has_the_models_that_it_names(finished_sweep, tmp_path):
+    """At its own `benchmark_limit`, whatever those of the trainings are, which are no property of their results."""
+    evaluation = tmp_path / "own"
+    for number, (rate, seed) in enumerate(((0.001, 1), (0.002, 1), (0.002, 2)), start=1):
+        run = finished_sweep / f"lora/lr_{rate}/seed_{seed}"
+        recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+        dump_recipe({**recipe, "benchmark_limit": 10 * number}, run / "recipe.yaml")
+        row = {
+            "num_loops": 6,
+            "value": 30.0 + seed,
+            "limit": 7,
+            "n": 7,
+            "training": f"mine/lora/lr_{rate}/seed_{seed}",
+        }
+        write(evaluation, [{**row, "seed": seed}], {"benchmark_limit": 5}, adapter=str(run))
+    means = {"LoRA, lr 0.001": 31.0, "LoRA, lr 0.002": 31.5}
+    results = frames.load_results(evaluation)
+    final = final_results(results, named=[evaluation])
+    assert len(final) == 3 and not any("Left out" in line for line in describe_left_out_runs(results, final))
+    assert tables.accuracy_numbers(final).loc[("b", "6"), "mean"].to_dict() == means
+    results = frames.load_results(tmp_path)  # with the sweep, which decides
+    assert {*results.query("num_loops == 6")["recipe_benchmark_limit"]} == {7}
+    final = final_results(results, named=[tmp_path])
+    (sentence,) = [line for line in describe_left_out_runs(results, final) if "only chose" in line]
+    assert sentence.startswith(
+        "Left out: 2 runs that only chose a learning rate. The sweep prints their scores. Name their "
+    )
+    numbers = tables.accuracy_numbers(final).loc["b"]
+    assert numbers.loc[("6", "LoRA"), "mean"] == 31.5 and {*numbers.loc["4"].index} >= {"LoRA", "Loop Dropout"}
+    final = final_results(results, named=[tmp_path, finished_sweep / "lora/lr_0.001/seed_1"])
+    (sentence,) = [line for line in describe_left_out_runs(results, final) if "only chose" in line]
+    assert (
+        "1 run that only chose a learning rate. The sweep prints its score. Name its folder, too, to show" in sentence
+    )
+    assert tables.accuracy_numbers(final).loc[("b", "6"), "mean"].to_dict() == means
+
+
 def report_on(folder, capsys, *words, **spec):
     """Print the report of a folder, or its own table of a YAML file, and return the text and the folder of the report."""
     output_dir = folder.parent / "report"
@@ -1033,6 +1070,7 @@ def test_method_without_a_chosen_rate_is_left_out(finished_sweep, capsys, remark
     text, folder = report_on(finished_sweep, capsys)
     sentence = f"Left out: 3 runs of loop_dropout in {finished_sweep}, because no learning rate is chosen. {remark}"
     assert sentence.strip() in text and "1 run that only chose" in text and "is not finished: 1 of 2" in text
+    assert text.index("Left out") > text.rindex("Wrote ")  # after the tables
     assert "loop_dropout/lr_0.001/seed_1: accuracy 73.00% on development" in text
     for name in ("accuracy", "costs", "choice"):
         assert {*pd.read_csv(folder / f"{name}.csv")["method"]} <= {"LoRA", "base model"}
