@@ -23,7 +23,7 @@ from loopdropout_trainer.reports.recipe_columns import (
 )
 from loopdropout_trainer.reports.recipe_texts import is_benchmark, show_setting
 from loopdropout_trainer.reports.tables import NUMBERS, compare, mean_numbers, mean_sd, paired_gains
-from loopdropout_trainer.results.run_files import is_of_base
+from loopdropout_trainer.results.run_files import DIAGNOSTIC_METRICS, is_of_base
 from loopdropout_trainer.terminal import format_fixed
 
 
@@ -232,11 +232,12 @@ def has_both(results: pd.DataFrame, wanted: dict) -> bool:
 
 
 def describe_problems(rows: pd.DataFrame) -> dict[str, Any]:
-    """Return `num_problems`, the problems of accuracies on all tasks, and `chose`, whether they chose a learning rate.
+    """Return `num_problems`, the problems of scores on all tasks, and `chose`, whether they chose a learning rate.
 
-    Other metrics have no problems.
+    The results of trainings and of diagnostics have no problems: their `n` counts examples or tokens.
     """
-    if {*rows["metric"]} != {"accuracy"}:
+    is_score = (rows["task"] != "training") & ~rows["metric"].isin(DIAGNOSTIC_METRICS)
+    if not is_score.all():
         return {"chose": rows["chose"].any()}
     return {"num_problems": rows.groupby("task")["n"].first().sum(), "chose": rows["chose"].any()}
 

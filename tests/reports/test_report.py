@@ -763,11 +763,17 @@ def test_saved_tables_have_numbers(tmp_path, capsys):
     """A program reads numbers in the CSV files, and the LaTeX files have the label of the table's own file."""
     for method, shift in (("LoRA", 0), ("Loop Dropout", 5)):
         rows = [{"seed": seed, "value": 50.0 + seed * (1 + shift)} for seed in (1, 2, 3)]
-        rows += [{**row, "task": "training", "metric": "eval_loss"} for row in rows]
+        losses = [{**row, "task": "training", "metric": "eval_loss"} for row in rows]
+        rows += [*losses, *({**row, "metric": "last_number", "n": 30} for row in rows)]
         write(tmp_path / "runs" / method, rows, method=method)
     spec = {
         "label": "tab:mine", "title": "Mine", "made_by": ["x"], "filter": {"task": "b"}, "heads": {"Method": "method"},
-        "columns": {"trainable_parameters of it": {}, "Gain": {"minus": {"method": "LoRA"}}},
+        "columns": {
+            "trainable_parameters of it": {},
+            "Gain": {"minus": {"method": "LoRA"}},
+            "last": {"metric": "last_number"},
+            "loss": {"task": "training", "metric": "eval_loss"},
+        },
         "rows": [["LoRA"], ["Loop Dropout"]],
     }  # fmt: skip
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
@@ -786,7 +792,7 @@ def test_saved_tables_have_numbers(tmp_path, capsys):
     assert mine.loc[("Loop Dropout", "Gain"), "p"] == pytest.approx(test.pvalue)
     assert mine.loc[("LoRA", "trainable_parameters of it"), ["mean", "sd"]].tolist() == [52, 1]
     assert mine.loc[("LoRA", "Gain"), "here"] == "–" and pd.isna(mine.loc[("LoRA", "Gain"), "difference"])
-    assert mine["num_problems"].value_counts().to_dict() == {20: 3}  # the missing number has none
+    assert mine["num_problems"].value_counts().to_dict() == {20: 3, 30: 2}  # a missing number and a loss have none
     for name in ("accuracy", "mine"):
         counts = pd.read_csv(tmp_path / f"{name}.csv", dtype=str)[["num_problems", "num_seeds"]]
         assert counts.apply(lambda own: own.dropna().str.fullmatch(r"\d+").all()).all()
@@ -795,8 +801,8 @@ def test_saved_tables_have_numbers(tmp_path, capsys):
     assert "A number with $\\pm$ is mean $\\pm$ SD over 3 seeds." in latex
     assert tested in latex and tested in (tmp_path / "accuracy.tex").read_text()
     assert (
-        "Mine. Problems: 20. Seeds: 3." in latex
-        and "\nProblems: 20. Seeds: 3.\n" in (tmp_path / "mine.md").read_text()
+        "Mine. Problems: 20 or 30. Seeds: 3." in latex
+        and "\nProblems: 20 or 30. Seeds: 3.\n" in (tmp_path / "mine.md").read_text()
     )
     assert r"\label{tab:mine}" in latex and r"trainable\_parameters \\ of it" in latex
     printed = capsys.readouterr().out
