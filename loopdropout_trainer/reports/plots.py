@@ -129,17 +129,16 @@ def decorate(
     if width is None:
         width = choose_width(num_panels)
     of_panel = width / num_panels - PANEL_MARGINS
-    return (
-        plot
-        + p9.labs(
+    plot += [  # `+` would copy the plot and its theme for each part
+        p9.labs(
             title=title and fit_title(title, width),
             subtitle=panel and fit_text(panel, TEXT_SIZE, of_panel),
             x=fit_text(x_label, TEXT_SIZE, of_panel),
             y=fit_text(y_label, TEXT_SIZE, PANEL_HEIGHT),
             caption=caption and fit_caption(caption, num_panels),
-        )
-        + p9.theme_minimal(base_size=TEXT_SIZE)
-        + p9.theme(
+        ),
+        p9.theme_minimal(base_size=TEXT_SIZE),
+        p9.theme(
             figure_size=(width, height or choose_height(num_panels, title, caption)),
             text=p9.element_text(color=GRAY),
             axis_text=p9.element_text(color=GRAY),
@@ -155,8 +154,9 @@ def decorate(
             legend_key_width=24,
             panel_grid_minor=p9.element_blank(),
             panel_spacing=0.03,
-        )
-    )
+        ),
+    ]
+    return plot
 
 
 def _choose_colors(methods: Iterable[str]) -> dict[str, str]:
@@ -219,7 +219,8 @@ def line_plot(
     figure = None
     for place, (panel, own) in enumerate(panels):
         axis = axes.loc[panel]
-        plot = _draw_lines(own, x) + scales
+        plot = _draw_lines(own, x)
+        plot += scales
         if gains is not None and panel in {*gains["panel"]}:
             plot += _print_gains(gains[gains["panel"] == panel], x, own[x])
         y_label = axis["y_label"]
@@ -264,12 +265,12 @@ def _begin_axis(data: pd.DataFrame) -> float:
 
 def _draw_lines(data: pd.DataFrame, x: str) -> p9.ggplot:
     """Return the lines of a panel with their bands. Few values on the horizontal axis have ticks and markers."""
-    plot = (
-        p9.ggplot(data, p9.aes(x, "mean", color="label", fill="label", shape="label"))
-        + p9.geom_ribbon(p9.aes(ymin="low", ymax="high"), alpha=0.2, color="none", show_legend=False)
-        + p9.geom_line(size=1.1)
-        + p9.expand_limits(y=[_begin_axis(data), data["high"].max() or 1])
-    )
+    plot = p9.ggplot(data, p9.aes(x, "mean", color="label", fill="label", shape="label"))
+    plot += [
+        p9.geom_ribbon(p9.aes(ymin="low", ymax="high"), alpha=0.2, color="none", show_legend=False),
+        p9.geom_line(size=1.1),
+        p9.expand_limits(y=[_begin_axis(data), data["high"].max() or 1]),
+    ]
     num_points = data.groupby("label", observed=True)["mean"].transform("size")
     alone = data[(num_points == 1) & (data["high"] > data["low"])]
     if len(alone):  # a band of one point has no width
@@ -329,15 +330,15 @@ def heat_plot(
     step = data[x].drop_duplicates().sort_values().diff().min()
     format_cell = functools.partial(format_fixed, decimals=2 if shows_gains else 1, sign=shows_gains)
     data = data.assign(text=data["mean"].map(format_cell))
-    plot = (
-        p9.ggplot(data, p9.aes(x, y))
-        + p9.geom_tile(p9.aes(fill="mean"), width=0.95 * step, height=0.95 * step)
-        + p9.geom_text(p9.aes(label="text"), color="#000000", size=9)
-        + p9.scale_fill_gradient2(COLORS["LoRA"], "#f7f7f7", COLORS["Loop Dropout"], guide=None)
-        + p9.scale_x_continuous(breaks=data[x].unique())
-        + p9.scale_y_reverse(breaks=data[y].unique())
-        + p9.facet_wrap("panel")
-    )
+    plot = p9.ggplot(data, p9.aes(x, y))
+    plot += [
+        p9.geom_tile(p9.aes(fill="mean"), width=0.95 * step, height=0.95 * step),
+        p9.geom_text(p9.aes(label="text"), color="#000000", size=9),
+        p9.scale_fill_gradient2(COLORS["LoRA"], "#f7f7f7", COLORS["Loop Dropout"], guide=None),
+        p9.scale_x_continuous(breaks=data[x].unique()),
+        p9.scale_y_reverse(breaks=data[y].unique()),
+        p9.facet_wrap("panel"),
+    ]
     if shows_gains:
         diagonal = data[data[x] == data[y]]
         plot += p9.geom_tile(data=diagonal, fill=None, color=GRAY, size=1.2, width=step, height=step)
