@@ -185,6 +185,12 @@ def test_final_runs_of_the_papers_sweeps_are_not_left_out(all_results):
     assert len(final_results(all_results)) == len(all_results)
 
 
+def test_texts_of_results_are_in_one_block(results):
+    """Each selection of rows would copy as many blocks as there are columns of texts."""
+    kinds = results["gsm8k_depths"].dtypes.astype(str)
+    assert {*kinds[["task", "method", "sweep", "recipe_rule", "recipe_run_name"]]} == {"object"}
+
+
 def assert_readable(plot):
     """The title and the axes have labels, and no text is cut. Return the drawn figure."""
     panels = getattr(plot, "items", [plot])
