@@ -53,7 +53,6 @@ from loopdropout_trainer.results.run_files import (
     measurement_folder,
     write_results,
 )
-from loopdropout_trainer.results.sweep_folder import list_runs
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.facts import ALL_KINDS, MODELS, Source
 from loopdropout_trainer.saving.loading import ModelLoader
@@ -67,6 +66,7 @@ from loopdropout_trainer.settings.arguments import (
 )
 from loopdropout_trainer.settings.library_fields import LIBRARY_FIELDS
 from loopdropout_trainer.settings.recipe import build, read_settings
+from loopdropout_trainer.settings.recipe_folders import list_runs
 from loopdropout_trainer.terminal import print_sentences
 from loopdropout_trainer.training.config import LoopDropoutConfig
 

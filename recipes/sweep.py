@@ -34,13 +34,14 @@ from loopdropout_trainer.jobs.runs import TRAINING_TYPES
 from loopdropout_trainer.results.imported_code import find_other_code
 from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results.run_files import DEVELOPMENT, is_finished, write_run
-from loopdropout_trainer.results.sweep_folder import SETTINGS_FILE, SweepRun, describe_interruption, update_summary
+from loopdropout_trainer.results.sweep_folder import SweepRun, describe_interruption, update_summary
 from loopdropout_trainer.results.sweep_scores import NON_FINITE, describe_edge, find_accuracy, name_score, read_score
 from loopdropout_trainer.settings.arguments import ModelArguments, option
 from loopdropout_trainer.settings.command_fields import TRAININGS
 from loopdropout_trainer.settings.field_hints import InnerFields
 from loopdropout_trainer.settings.library_fields import SEED_BOUNDS, unsafe_names
 from loopdropout_trainer.settings.recipe import IMPORTED, dump_recipe, load_recipe, parse, without_option
+from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
 from loopdropout_trainer.sweeps.code import (
     PresentCode,
     accept_other_results,

@@ -27,12 +27,12 @@ from loopdropout_trainer.results.sweep_folder import (
     describe_unchosen,
     find_choosing_task,
     folder_of_run,
-    list_runs,
     only_chose_rate,
     read_summaries,
     read_summary,
 )
 from loopdropout_trainer.results.sweep_scores import name_score, read_score
+from loopdropout_trainer.settings.recipe_folders import list_runs
 
 
 def final_results(results: pd.DataFrame, with_checkpoints: bool = False, named: Collection[str] = ()) -> pd.DataFrame:

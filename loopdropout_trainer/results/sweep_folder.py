@@ -17,10 +17,8 @@ from loopdropout_trainer.files import lock_file, lock_path, read_json_object, wr
 from loopdropout_trainer.results.failures import describe_failures
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.sweep_scores import NON_FINITE, read_score
+from loopdropout_trainer.settings.recipe_folders import list_runs
 
-
-SETTINGS_FILE = "sweep_recipe.yaml"
-"""File in the folder of a run with the recipe that the sweep gives to its training."""
 
 SUMMARY_FILE = "summary.json"
 """File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings`, `finished`, `failed`,
@@ -52,11 +50,6 @@ class SweepRun(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.method}/lr_{self.learning_rate:.6g}/seed_{self.seed}"
-
-
-def list_runs(folder: str | Path) -> list[Path]:
-    """Return the folders of the runs that a sweep has started in a folder."""
-    return sorted(path.parent for path in Path(folder).glob(f"*/lr_*/seed_*/{SETTINGS_FILE}"))
 
 
 def is_running(folder: Path) -> bool:

@@ -13,10 +13,11 @@ from loopdropout_trainer.files import is_checkpoint, model_path, public_name
 from loopdropout_trainer.gates.texts import describe_listed_depths, expand_gates, parse_gates
 from loopdropout_trainer.hub import split_revision
 from loopdropout_trainer.results.run_files import read_accepted_imports, read_imports
-from loopdropout_trainer.results.sweep_folder import describe_progress, list_runs
+from loopdropout_trainer.results.sweep_folder import describe_progress
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.metadata import describe_plain_texts, describe_system_turn
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter
+from loopdropout_trainer.settings.recipe_folders import list_runs
 
 
 if TYPE_CHECKING:

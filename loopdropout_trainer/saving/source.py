@@ -31,12 +31,12 @@ from loopdropout_trainer.results.run_files import (
     read_recipe,
     recipe_path,
 )
-from loopdropout_trainer.results.sweep_folder import list_runs
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, to_metadata
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints, newest_checkpoint, warn_once
 from loopdropout_trainer.saving.facts import LOADABLE, MODELS, WITHOUT_MODEL, Kind, Source
 from loopdropout_trainer.saving.metadata import METADATA_FILE, read_metadata
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter, holds_adapter, read_saved_adapter
+from loopdropout_trainer.settings.recipe_folders import list_runs
 
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from loopdropout_trainer.settings.fields import items_of
 from loopdropout_trainer.settings.help import print_help
 from loopdropout_trainer.settings.library_fields import unsafe_names
 from loopdropout_trainer.settings.read_yaml import read_yaml_file
+from loopdropout_trainer.settings.recipe_folders import hint_at_folder
 
 
 IMPORTED: list[str] = []
@@ -94,10 +95,7 @@ def _find_recipe(name: str | Path, folder: Path = Path()) -> Path:
     """Return the path of a recipe: a file relative to a folder, or a recipe of the package."""
     path = folder / name
     if path.is_dir():
-        hint = ""
-        if (path / "recipe.yaml").is_file():
-            hint = f" Did you mean {path / 'recipe.yaml'}?"
-        raise UserError(f"The recipe {path} must be a file, and it is a folder.{hint}")
+        raise UserError(f"The recipe {path} must be a file, and it is a folder.{hint_at_folder(path)}")
     if path.exists():
         return path.resolve()
     name = str(name).removeprefix("recipes/")

@@ -9,7 +9,8 @@ from typing import Any
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.results.failures import name_log
 from loopdropout_trainer.results.run_files import has_trained
-from loopdropout_trainer.results.sweep_folder import SweepRun, list_runs
+from loopdropout_trainer.results.sweep_folder import SweepRun
+from loopdropout_trainer.settings.recipe_folders import list_runs
 from loopdropout_trainer.sweeps.code import find_other_results, has_other_results
 from loopdropout_trainer.sweeps.own_runs import list_own_folders
 

@@ -357,6 +357,29 @@ def test_folder_of_a_run_is_no_recipe(write, tmp_path):
         load_recipe(tmp_path)
 
 
+def test_other_folder_given_as_a_recipe_is_named(tmp_path):
+    """That of a sweep, of results and of recipes. Each command reads its recipe by one function."""
+    run = tmp_path / "mine/lora/lr_0.001/seed_1"
+    run.mkdir(parents=True)
+    (run / "sweep_recipe.yaml").touch()
+    hint = f"It is a sweep of 1 run, which `loopdropout sweep` continues .* `loopdropout report {tmp_path}/mine` shows its"
+    for types in ((Arguments,), (load_script("recipes/sweep.py").Sweep,)):
+        with user_error(hint):
+            read_settings(types, [str(tmp_path / "mine")])
+    (run / "results.jsonl").touch()
+    for folder in (tmp_path, tmp_path / "mine/lora", run):
+        with user_error(f"and it is a folder. It is a folder of results, which `loopdropout report {folder}` shows.$"):
+            load_recipe(folder)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "b.yaml").touch()
+    with user_error(f"Did you mean {own}/b.yaml"):
+        load_recipe(own)
+    (own / "a.yml").touch()
+    with user_error(f"Name one of the 2 recipes in it, such as {own}/a.yml.$"):
+        load_recipe(own)
+
+
 def test_load_recipe_finds_shipped_recipes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_recipe("quickstart.yaml") == load_recipe("recipes/quickstart.yaml")

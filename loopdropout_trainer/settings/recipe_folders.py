@@ -1,0 +1,39 @@
+"""The folders that a training and a sweep write, which are not recipes, and the runs of a sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loopdropout_trainer.errors import count, join_command
+
+
+SETTINGS_FILE = "sweep_recipe.yaml"
+"""File in the folder of a run with the recipe that the sweep gives to its training."""
+
+
+def list_runs(folder: str | Path) -> list[Path]:
+    """Return the folders of the runs that a sweep has started in a folder."""
+    return sorted(path.parent for path in Path(folder).glob(f"*/lr_*/seed_*/{SETTINGS_FILE}"))
+
+
+def hint_at_folder(folder: Path) -> str:
+    """Return the end of a message about a folder that is given as a recipe: which file or command is meant, or ""."""
+    recipe = folder / "recipe.yaml"
+    if recipe.is_file():
+        return f" Did you mean {recipe}?"
+    report = f"`{join_command('report', folder)}`"
+    runs = list_runs(folder)
+    if runs:
+        return (
+            f" It is a sweep of {count(len(runs), 'run')}, which `loopdropout sweep` continues if you give the recipe that it "
+            f"was started with. {report} shows its results."
+        )
+    for depth in ("", "*/", "*/*/", "*/*/*/", "*/*/*/*/"):  # a folder of sweeps has runs four folders below it
+        if any(folder.glob(f"{depth}results.jsonl")):
+            return f" It is a folder of results, which {report} shows."
+    recipes = sorted(str(path) for pattern in ("*.yaml", "*.yml") for path in folder.glob(pattern))
+    if len(recipes) == 1:
+        return f" Did you mean {recipes[0]}?"
+    if recipes:
+        return f" Name one of the {len(recipes)} recipes in it, such as {recipes[0]}."
+    return ""
