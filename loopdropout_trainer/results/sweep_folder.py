@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -231,20 +231,28 @@ def describe_choices(folder: str | Path) -> list[str]:
 
     A remark that several methods share has one line below them, which names the methods.
     """
+    choices = read_summary(folder).get("choices", {})
+    chosen = {method: choice for method, choice in choices.items() if choice["best"] is not None}
+    remarks, shared = split_remarks({method: choice.get("remark") or "" for method, choice in chosen.items()})
+    lines = [describe_choice(method, choice["best"], remarks[method]) for method, choice in chosen.items()]
+    return [*lines, *shared]
+
+
+def split_remarks(remarks: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the remark of each method, "" if others share it, and a line for each shared remark, which names the methods.
+
+    Args:
+        remarks: Remark of the `Choice` of each method, or "".
+    """
     methods: dict[str, list[str]] = {}  # by their remark
-    chosen = {}
-    for method, choice in read_summary(folder).get("choices", {}).items():
-        if choice["best"] is not None:
-            chosen[method] = choice
-            methods.setdefault(choice.get("remark") or "", []).append(method)
-    lines = []
-    for method, choice in chosen.items():
-        remark = choice.get("remark") or ""
-        lines.append(describe_choice(method, choice["best"], remark if len(methods[remark]) == 1 else ""))
+    for method, remark in remarks.items():
+        methods.setdefault(remark, []).append(method)
+    own, shared = dict(remarks), []
     for remark, names in methods.items():
         if remark and len(names) > 1:
-            lines.append(f"{', '.join(names)}: {remark}")
-    return lines
+            own.update(dict.fromkeys(names, ""))
+            shared.append(f"{', '.join(names)}: {remark}")
+    return own, shared
 
 
 def describe_progress(folder: str | Path) -> str:
@@ -252,19 +260,20 @@ def describe_progress(folder: str | Path) -> str:
 
     The sentences have the causes and the logs of its failed runs.
     """
-    sweeps = list_sweeps(read_summary(folder))
+    summary = read_summary(folder)
+    sweeps = list_sweeps(summary)
     sentences = []
     for methods in sweeps:
         running = describe_running(_count_running(folder, methods))
         title = "The sweep"
         if len(sweeps) > 1:
             title += f" of {', '.join(methods)}"
-        progress = _describe_missing(folder, methods, title, counts_soon=bool(running))
+        progress = _describe_missing(folder, summary, methods, title, counts_soon=bool(running))
         if not progress:
             continue
-        end = f"The sweep is running: {running}." if running else _describe_continuation(folder, methods)
+        end = f"The sweep is running: {running}." if running else _describe_continuation(summary, methods)
         sentences.append(f"{progress} {end}")
-        sentences += describe_failures(folder, _list_failed(folder, methods))
+        sentences += describe_failures(folder, _list_failed(folder, summary, methods))
     return " ".join(sentences)
 
 
@@ -288,9 +297,9 @@ def describe_other_code_fix(can_accept: bool) -> str:
     )
 
 
-def _describe_continuation(folder: str | Path, methods: Collection[str]) -> str:
+def _describe_continuation(summary: dict[str, dict[str, Any]], methods: Collection[str]) -> str:
     """Return how an unfinished sweep goes on. Runs of an earlier `--import` file need a decision of the user first."""
-    others = _chain(read_summary(folder), "other_code", methods)
+    others = _chain(summary, "other_code", methods)
     if others:
         fix = describe_other_code_fix(can_accept=True)
         return f"{fix} The same `loopdropout sweep` command then continues it."
@@ -298,24 +307,28 @@ def _describe_continuation(folder: str | Path, methods: Collection[str]) -> str:
 
 
 def _describe_missing(
-    folder: str | Path, methods: Collection[str], title: str = "The sweep", counts_soon: bool = False
+    folder: str | Path,
+    summary: dict[str, dict[str, Any]],
+    methods: Collection[str],
+    title: str = "The sweep",
+    counts_soon: bool = False,
 ) -> str:
     """Return a sentence about the trainings of an unfinished sweep, or "" for a finished one or without a summary.
 
     Args:
         folder: Folder of the sweep.
+        summary: From `read_summary`.
         methods: Methods of the sweep. Others in the folder are of other sweeps, or were removed from this one.
         title: Words for the sweep, with which the sentence begins.
         counts_soon: Whether the sweep is running, so that it soon counts all trainings that have ended.
     """
-    summary = read_summary(folder)
     finished = summary.get("finished", {})
     trainings = {method: numbers for method, numbers in summary.get("trainings", {}).items() if method in methods}
     num_removed = sum(_count_removed(folder, summary, method) for method in trainings)
     # The sweep itself decides it. The summary of an older version has the numbers only.
     if not num_removed and all(finished.get(method, ended == total) for method, (ended, total) in trainings.items()):
         return ""
-    uncounted = _list_uncounted(folder, methods)
+    uncounted = _list_uncounted(folder, summary, methods)
     num_ended = sum(ended for ended, _ in trainings.values()) + len(uncounted) - num_removed
     total = sum(number for _, number in trainings.values())
     missing = ""
@@ -324,7 +337,7 @@ def _describe_missing(
     elif num_ended == total:
         missing = ", but measurements are missing"
     remarks = f" ({count(num_removed, 'folder')} removed since)" if num_removed else ""
-    failed = _list_failed(folder, methods)
+    failed = _list_failed(folder, summary, methods)
     unmeasured = [name for name in failed if has_trained(Path(folder, name))]
     untrained = [name for name in failed if name not in unmeasured]
     if untrained:
@@ -337,19 +350,19 @@ def _describe_missing(
     return f"{title} in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}."
 
 
-def _list_uncounted(folder: str | Path, methods: Collection[str]) -> list[str]:
+def _list_uncounted(folder: str | Path, summary: dict[str, dict[str, Any]], methods: Collection[str]) -> list[str]:
     """Return the names of the runs that were trained since the last word of their sweep.
 
     A training goes on after a kill of its sweep, and other machines end theirs.
     """
-    waiting = _chain(read_summary(folder), "waiting", methods)
+    waiting = _chain(summary, "waiting", methods)
     return [name for name in waiting if has_trained(Path(folder, name))]
 
 
-def _list_failed(folder: str | Path, methods: Collection[str]) -> list[str]:
+def _list_failed(folder: str | Path, summary: dict[str, dict[str, Any]], methods: Collection[str]) -> list[str]:
     """Return the names of the runs that have failed since the last start of their sweep, and were not trained since."""
-    uncounted = _list_uncounted(folder, methods)
-    return [name for name in _chain(read_summary(folder), "failed", methods) if name not in uncounted]
+    uncounted = _list_uncounted(folder, summary, methods)
+    return [name for name in _chain(summary, "failed", methods) if name not in uncounted]
 
 
 def _count_removed(folder: str | Path, summary: dict[str, dict[str, Any]], method: str) -> int:
@@ -386,11 +399,12 @@ def describe_interruption(folder: str | Path, methods: Collection[str]) -> str:
         folder: Folder of the sweep.
         methods: Methods of the sweep.
     """
-    progress = _describe_missing(folder, methods)
+    summary = read_summary(folder)
+    progress = _describe_missing(folder, summary, methods)
     if progress:
         running = _describe_others(folder, methods)
-        return f"{progress} {running}{_describe_continuation(folder, methods)}"
-    if not read_summary(folder).get("trainings"):  # it was stopped before its first line
+        return f"{progress} {running}{_describe_continuation(summary, methods)}"
+    if not summary.get("trainings"):  # it was stopped before its first line
         return "interrupted."
     command = join_command("report", folder)
     return f"All runs of the sweep in {folder} are finished. Print the results with `{command}`."

@@ -18,7 +18,9 @@ def list_own_folders(sweep: Any) -> set[Path]:
     """
     folders = set()
     for method in sweep.recipes:
-        rates = {*sweep.choice(method).rates, *sweep.choice(method, with_other_code=True).rates}
+        rates = {*sweep.choice(method).rates}
+        if sweep.extend_grid:  # else the rates are those of the recipe, and no score is read, which takes time
+            rates.update(sweep.choice(method, with_other_code=True).rates)
         for rate in rates:
             folders.update(sweep.folder(SweepRun(method, rate, seed, False)) for seed in sweep.seeds)
     return folders

@@ -25,7 +25,7 @@ from loopdropout_trainer.reports.tables import (
     loss_numbers,
 )
 from loopdropout_trainer.results.run_files import is_of_base
-from loopdropout_trainer.results.sweep_folder import SweepRun, describe_choice, update_summary
+from loopdropout_trainer.results.sweep_folder import SweepRun, describe_choice, split_remarks, update_summary
 from loopdropout_trainer.results.sweep_scores import PER_TOKEN, name_loss_unit, name_score, read_score
 from loopdropout_trainer.sweeps.code import find_incomparable, find_kept_choices, find_other_results
 from loopdropout_trainer.sweeps.counts import describe_other_runs, find_other_runs
@@ -102,8 +102,10 @@ def _print_choices(sweep: Any) -> None:
     if sweep.loss_chooses_by_default:
         print_sentences("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
     kept = find_kept_choices(sweep)
-    for method in sweep.recipes:
-        choice = sweep.choice(method)
+    choices = {method: sweep.choice(method) for method in sweep.recipes}
+    made = {method: choice for method, choice in choices.items() if method not in kept and choice.best is not None}
+    remarks, shared = split_remarks({method: choice.remark for method, choice in made.items()})
+    for method, choice in choices.items():
         if method in kept:
             print_sentences(
                 f"{describe_choice(method, kept[method]['best'])} It was chosen before a file of `--import` changed."
@@ -111,8 +113,9 @@ def _print_choices(sweep: Any) -> None:
         elif choice.best is None:
             print_sentences(f"{method}: no learning rate is chosen. {choice.remark}")
         else:
-            print_sentences(describe_choice(method, choice.best, choice.remark))
+            print_sentences(describe_choice(method, choice.best, remarks[method]))
         _print_scores(sweep, method, choice.rates, method in kept)
+    print_sentences(*shared)
 
 
 def _print_scores(sweep: Any, method: str, rates: list[float], of_other_code: bool) -> None:

@@ -58,6 +58,7 @@ from loopdropout_trainer.sweeps.code import (
     find_kept_choices,
     has_other_results,
 )
+from loopdropout_trainer.sweeps.own_runs import list_own_folders
 from loopdropout_trainer.sweeps.run_times import RunKind
 from loopdropout_trainer.sweeps.summary import print_summary
 from loopdropout_trainer.sweeps.workers import _describe_start, _find_checkpoint, read_message
@@ -1089,9 +1090,19 @@ def test_plan_of_methods_with_their_own_evaluations_has_a_line_for_each(lab, cap
         ({"0.04": 9}, "`--extend_grid true`, or a larger one to `--learning_rates`."),
     ],
 )
-def test_choice_at_the_edge_names_the_remedy(lab, scores, remedy):
+def test_choice_at_the_edge_names_the_remedy(lab, capsys, scores, remedy):
+    """Once for all methods with the same remedy."""
     lab.set_world(scores)
-    assert lab.run().choice("lora").remark == f"It is at the edge of the grid. Add {remedy}"
+    made = lab.run(methods=["lora", "loop_dropout"], seeds=[101])
+    remark = f"It is at the edge of the grid. Add {remedy}"
+    assert made.choice("lora").remark == remark
+    with patch.object(sweep, "read_score") as read:  # the folders of a grid that is not extended need no file
+        assert len(list_own_folders(made)) == 6
+    read.assert_not_called()
+    capsys.readouterr()
+    print_summary(made)
+    printed = capsys.readouterr().out
+    assert printed.count(remark) == 1 and f"on development\nlora, loop_dropout: {remark}\n" in printed
 
 
 def test_sweep_names_a_changed_setting(lab):
