@@ -18,7 +18,7 @@ from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.data.csv_files import check_cells, csv_options
 from loopdropout_trainer.data.formats import enumerate_columns
 from loopdropout_trainer.data.mixed_types import warn_of_mixed_types
-from loopdropout_trainer.data.sources import COMPRESSIONS, DataSource, file_kind, uncompressed_ending
+from loopdropout_trainer.data.sources import ARCHIVES, COMPRESSIONS, DataSource, file_kind, uncompressed_ending
 from loopdropout_trainer.errors import UserError, hint_at_login, short_repr
 from loopdropout_trainer.files import file_hint
 from loopdropout_trainer.limits import check_encoding, check_nesting
@@ -114,11 +114,15 @@ def _check_one_kind(files: Sequence[str]) -> None:
 
 
 def _check_compression(files: Iterable[str]) -> None:
-    """Raise UserError for a compressed file that cannot be read, which would seem to have a wrong encoding."""
+    """Raise UserError for an archive or a compressed file that cannot be read, which would seem to have a wrong encoding."""
     from fsspec.utils import infer_compression
 
     for file in files:
         compression = Path(file).suffix
+        if compression in ARCHIVES or uncompressed_ending(file) in ARCHIVES:
+            raise UserError(
+                f"{file} must be a file of examples, and its ending is that of an archive of files. Unpack it."
+            )
         if compression not in COMPRESSIONS:
             continue
         if file_kind(file) == "parquet":

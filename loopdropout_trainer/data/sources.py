@@ -14,6 +14,9 @@ from loopdropout_trainer.errors import UserError, check_type, closest_match, sho
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Kinds of files by the end of their names."""
 
+ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
+"""Endings of files that hold other files, which can be compressed, too, as in `rows.tar.gz`."""
+
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zip", ".zst", ".lz4", ".7z", ".rar")
 """Ends of the names of compressed files. The first four can be read, and the next two with a further package."""
 

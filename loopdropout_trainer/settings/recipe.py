@@ -129,8 +129,11 @@ def _check_import(path: Path) -> None:
     if path.is_dir():
         found = f"and {path} is a folder."
     else:
-        found = f"and there is no file {path}.{file_hint(path, is_readable=_can_import)}"
-    raise UserError(f"`--import` must be given Python files or task files, {found}")
+        hint = file_hint(path, is_readable=_can_import)
+        if not hint and not path.is_absolute():
+            hint = f" Relative paths start in the present folder, {Path.cwd()}."
+        found = f"and there is no file {path}.{hint}"
+    raise UserError(f"`--import` must be given Python files (.py) or task files (.yaml), {found}")
 
 
 def _can_import(file: str) -> bool:

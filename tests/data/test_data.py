@@ -251,6 +251,8 @@ def test_files_of_each_format(tmp_path, tokenizer, name):
 @pytest.mark.parametrize(("name", "message"), [
     ("rows.parquet.gz", "must be a Parquet file that is not compressed again, got the ending .gz. Unpack it."),
     ("rows.csv.7z", "must be compressed as .gz, .bz2, .xz or .zip, or not at all, got the ending .7z. Unpack it."),
+    ("rows.csv.tar.gz", "must be a file of examples, and its ending is that of an archive of files. Unpack it."),
+    ("rows.tgz", "must be a file of examples, and its ending is that of an archive of files. Unpack it."),
 ])  # fmt: skip
 def test_compression_that_cannot_be_read_is_named(tmp_path, tokenizer, name, message):
     """Before, it seemed to have a wrong encoding, or a name without an ending."""

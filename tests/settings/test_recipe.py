@@ -189,11 +189,13 @@ def test_import_runs_a_file_once(write, tmp_path, monkeypatch):
     for _ in range(2):
         assert read("--name", "x", "--import", path).name == "x"
     assert (tmp_path / "count").read_text() == "x"
-    with user_error("`--import` must be given Python files or task files, and there is no file nowhere.py"):
+    must = r"`--import` must be given Python files \(.py\) or task files \(.yaml\)"
+    where = re.escape(f"Relative paths start in the present folder, {Path.cwd()}.")
+    with user_error(f"^{must}, and there is no file nowhere.py. {where}$"):
         read("--name", "x", "--import", "nowhere.py")
     with user_error(f"there is no file {tmp_path}/min.py. Did you mean '{tmp_path}/mine.py'?"):
         read("--name", "x", "--import", f"{tmp_path}/min.py")
-    with user_error(f"must be given Python files or task files, and {tmp_path} is a folder."):
+    with user_error(f"{must}, and {tmp_path} is a folder."):
         read("--name", "x", "--import", str(tmp_path))
 
 
