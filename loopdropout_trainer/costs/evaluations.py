@@ -58,8 +58,8 @@ def add_answers(parts: Iterable[Answers]) -> Answers:
 def count_answers(options: ScriptArguments, recipe: Mapping[str, Any], depth: int | None) -> Answers:
     """Return the numbers of the evaluations of one run.
 
-    They are those of its adapter on all tasks, and on the first task at other depths and in one loop, and those of the base
-    model with `evaluate_base`, on all tasks.
+    They are those of its adapter on all tasks, and on the first task at other depths and in one loop. With `evaluate_base`,
+    the base model has the same ones, apart from single loops.
 
     Args:
         options: Steps after the training.
@@ -67,12 +67,14 @@ def count_answers(options: ScriptArguments, recipe: Mapping[str, Any], depth: in
         depth: Recurrence depth K of the training, or None if it is not known.
     """
     tasks = [_count_task(name, options, recipe) for name in options.benchmarks or ()]
-    of_base = tasks if options.evaluate_base else []
-    num_settings = sum(other != depth for other in options.eval_num_loops or ())
+    num_depths = sum(other != depth for other in options.eval_num_loops or ())
+    at_depths = add_answers([*tasks, *(task.times(num_depths) for task in tasks[:1])])
+    parts = [at_depths]
+    if options.evaluate_base:
+        parts.append(at_depths)
     if options.single_loop_accuracy:
-        num_settings += depth or 0
-    of_first = [task.times(num_settings) for task in tasks[:1]]
-    return add_answers([*tasks, *of_first, *of_base])
+        parts += [task.times(depth or 0) for task in tasks[:1]]
+    return add_answers(parts)
 
 
 def _count_task(name: str, options: ScriptArguments, recipe: Mapping[str, Any]) -> Answers:

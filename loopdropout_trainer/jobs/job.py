@@ -18,7 +18,7 @@ from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gates.rule import check_rule_name
 from loopdropout_trainer.jobs.checks import check_scored_loops, check_settings
 from loopdropout_trainer.jobs.example_plan import describe_left_out, describe_loaded
-from loopdropout_trainer.jobs.measuring import evaluate, measure
+from loopdropout_trainer.jobs.measuring import evaluate_at_depths, measure
 from loopdropout_trainer.jobs.plan import (
     describe_plan,
     describe_trained,
@@ -324,7 +324,7 @@ class Job:
         trainer.saved_facts |= {**self.loaded.prompts, "prompt_template": self.data_args.prompt_format}
         if run.script_args.evaluate_base:
             with trainer.model.disable_adapter():
-                evaluate(trainer, run, self.tasks)
+                evaluate_at_depths(trainer, run, self.tasks)
         if self.progress is None:
             num_trainings = sum(not run.is_trained for run in self.runs)
             self.progress = JobProgressCallback(num_trainings)

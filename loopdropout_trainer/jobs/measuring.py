@@ -37,12 +37,9 @@ def measure(trainer: Trainer, run: Run, tasks: list[Task | Group], references: l
     import torch
 
     _diagnose(trainer, run, references)
-    # All tasks, and the first one at other depths and in one loop only. They come after the adapter's losses, because a
-    # sweep chooses as soon as it finds an accuracy, and breaks ties by the loss.
-    evaluate(trainer, run, tasks)
-    for depth in run.script_args.eval_num_loops or ():
-        if depth != trainer.num_loops:
-            evaluate(trainer, run, tasks[:1], num_loops=depth)
+    # The accuracies come after the adapter's losses, because a sweep chooses as soon as it finds an accuracy, and breaks ties
+    # by the loss.
+    evaluate_at_depths(trainer, run, tasks)
     if run.script_args.single_loop_accuracy:
         for gates in torch.eye(trainer.num_loops).tolist():
             evaluate(trainer, run, tasks[:1], gates=gates)
@@ -91,6 +88,14 @@ def _diagnose(trainer: Trainer, run: Run, references: list[dict[str, str]]) -> N
     if num_batches and trainer.is_world_process_zero():
         # A sweep chooses by these losses only if all of its runs have measured on the same number of batches.
         write_run(trainer.args.output_dir, status="trained", loss_batches=num_batches)
+
+
+def evaluate_at_depths(trainer: Trainer, run: Run, tasks: list[Task | Group]) -> None:
+    """Write the results of all tasks at the trained depth, and of the first one at the other depths of `eval_num_loops`."""
+    evaluate(trainer, run, tasks)
+    for depth in run.script_args.eval_num_loops or ():
+        if depth != trainer.num_loops:
+            evaluate(trainer, run, tasks[:1], num_loops=depth)
 
 
 def evaluate(trainer: Trainer, run: Run, tasks: list[Task | Group], **place: Any) -> None:

@@ -223,10 +223,13 @@ def describe_measurements(options: ScriptArguments) -> list[str]:
         if options.benchmark_limit is not None and not {*options.benchmarks} <= {*numbers}:
             step += f", at most {options.benchmark_limit:,} problems each"
         steps.append(step)
-        if options.evaluate_base:
-            steps.append("evaluate the base model on the same problems")
     if options.eval_num_loops:
         steps.append(f"evaluate {options.benchmarks[0]} at K = {', '.join(map(str, options.eval_num_loops))}")
+    if options.benchmarks and options.evaluate_base:
+        step = "evaluate the base model on the same problems"
+        if options.eval_num_loops:
+            step += f", also at K = {', '.join(map(str, options.eval_num_loops))}"
+        steps.append(step)
     if options.single_loop_accuracy:
         steps.append(f"evaluate {options.benchmarks[0]} with the adapter in one loop only")
     if getattr(options, "diagnose_task", None):

@@ -238,7 +238,9 @@ class ScriptArguments(BenchmarkArguments):
         None, "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml).", "measurement"
     )
     evaluate_base: bool = option(
-        True, "Whether to evaluate the base model, too, and to measure its held-out loss.", "measurement"
+        True,
+        "Whether to evaluate the base model, too, also at `eval_num_loops`, and to measure its held-out loss.",
+        "measurement",
     )
     eval_num_loops: list[int] | None = option(
         None, "Recurrence depths at which to evaluate the first task.", "measurement", **DEPTH_BOUNDS

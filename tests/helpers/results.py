@@ -41,6 +41,7 @@ def expected_results(recipe):
     first = (options.benchmarks or [None])[0]
     for num_loops in {*(options.eval_num_loops or ())} - {depth}:
         rows += task_rows(first, num_loops=num_loops)
+        rows += task_rows(first, num_loops=num_loops, **base) if options.evaluate_base else ()
     for place in loops if options.single_loop_accuracy else ():
         rows += task_rows(first, **place)
     for task in filter(None, [options.diagnose_task, "development" if options.single_loop_batches else None]):

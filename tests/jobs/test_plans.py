@@ -145,10 +145,11 @@ def test_plan_has_each_number_once_after_loading(plan):
 
 
 def test_plan_counts_the_answers_of_all_runs_and_of_the_base_model(plan):
-    """Two runs at K = 4 and 2 and in each of 4 loops, and the base model at K = 4."""
+    """Two runs at K = 4 and 2 and in each of 4 loops, and the base model at K = 4 and 2."""
     words = "--benchmarks arithmetic_test --benchmark_limit 10 --eval_num_loops 2 4 --single_loop_accuracy true"
     lines = plan(PAIRS, words, "--compare_with lora --evaluate_base true")
-    assert "answers     at most 130 problems and 10,400 generated tokens" in lines
+    assert "answers     at most 140 problems and 11,200 generated tokens" in lines
+    assert "            evaluate the base model on the same problems, also at K = 2, 4" in lines
 
 
 def test_plan_names_the_printed_completions(plan):
