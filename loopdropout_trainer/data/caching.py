@@ -196,7 +196,9 @@ def module_of(function: Callable[..., Any]) -> ModuleType | None:
     return sys.modules.get(function.__module__)
 
 
+@functools.cache  # the commands of a sweep ask for the same folders thousands of times
 def _is_of_libraries(path: str) -> bool:
+    """Return whether a path is of an installed library or of Python's own, as far as its text says."""
     parts = Path(path).parts
     if "site-packages" in parts or "dist-packages" in parts:
         return True
