@@ -100,11 +100,11 @@ def overview_figure(results: pd.DataFrame) -> Any:
     """
     from loopdropout_trainer.reports.plots import line_plot, mark_training_depth
 
-    task = tasks_of(results.query("metric == 'accuracy'"))[0]
-    own = results.query("task == @task and not other_number")
+    task = tasks_of(results[results["metric"] == "accuracy"])[0]
+    own = results[(results["task"] == task) & ~results["other_number"]]
     of_base = is_of_base(own)
     by_number = own[of_base & (own["metric"] == "last_number")].assign(method=f"{BASE_MODEL}, last number")
-    accuracy = own.query("metric == 'accuracy'")
+    accuracy = own[own["metric"] == "accuracy"]
     about_base = ""
     if len(by_number):
         about_base = _describe_base_points(accuracy[is_of_base(accuracy)])
@@ -121,7 +121,7 @@ def overview_figure(results: pd.DataFrame) -> Any:
         "loss reduction, adapter in one loop": reductions,
     }
     single = "only loop t with the adapter"
-    trained = results.query("task == 'training'")["num_loops"].unique()
+    trained = results.loc[results["task"] == "training", "num_loops"].unique()
     has_one_depth = len(trained) == 1
     labels = {
         "x_label": ["loops K (dotted: in training)" if has_one_depth else "loops K", single, single],

@@ -25,13 +25,13 @@ def find_other_numbers(results: pd.DataFrame, ignored: Collection[str]) -> pd.Se
     is_other = pd.Series(False, results.index)
     # The results of diagnostics have a table for each number of tokens.
     counted = results[~results["metric"].isin(DIAGNOSTIC_METRICS) & results["n"].notna()]
-    num_results = counted.groupby(["task", "metric", "group", "n"], dropna=False)["value"].transform("size")
     # Only few methods have several numbers, if any, so that the comparison of all columns is short.
     by_method = counted.groupby(["task", "metric", "method"], dropna=False)["n"]
     several = counted[by_method.transform("nunique") > 1]
-    columns = [name for name in several if name not in ignored and name != "n" and several[name].notna().any()]
     if several.empty:
         return is_other
+    num_results = counted.groupby(["task", "metric", "group", "n"], dropna=False)["value"].transform("size")
+    columns = [name for name in several if name not in ignored and name != "n" and several[name].notna().any()]
     for _, rows in several.groupby(columns, dropna=False):
         if rows["n"].nunique() == 1:
             continue
