@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin
 
-from loopdropout_trainer.terminal import print_sentences, protect_terminal
+from loopdropout_trainer.terminal import print_sentences, protect_terminal, wrap_warnings
 
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
@@ -354,8 +354,9 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def _prepare_process() -> None:
-    """Protect the terminal, and keep bars in files and messages for developers out of the output of a script."""
+    """Protect the terminal, wrap warnings there, and keep bars and messages for developers out of the output of a script."""
     protect_terminal()
+    wrap_warnings()
     is_in_terminal = sys.stderr is not None and sys.stderr.isatty()
     if not is_in_terminal and "tqdm" not in sys.modules:  # which reads the variable when it is imported
         os.environ.setdefault("TQDM_DISABLE", "1")

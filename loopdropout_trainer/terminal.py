@@ -163,6 +163,26 @@ def print_sentences(*lines: str, file: TextIO | None = None) -> None:
     print(text, end="", file=file, flush=True)  # one text, because several threads may print
 
 
+class _SentenceFormatter(logging.Formatter):
+    """Format of log messages whose lines fit into the terminal, as those of `print_sentences` do."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a message, with a traceback unchanged."""
+        text = super().format(record)
+        if record.exc_info:
+            return text
+        parts = []
+        for line in text.splitlines():
+            parts += wrap_for_terminal(line, 0, stream=sys.stderr)
+        return "\n".join(parts)
+
+
+def wrap_warnings() -> None:
+    """Let warnings fit into the terminal from now on, unless a library or the user handles them. Do it once, in a command."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_SentenceFormatter())
+
+
 def terminal_columns(stream: TextIO | None = None) -> int | None:
     """Return the number of columns of the terminal that shows a stream, or None for a file or a pipe.
 

@@ -110,6 +110,8 @@ def test_plans_are_wrapped_in_terminals_only():
         f"print_sentences({sentence!r})\n"
         "from loopdropout_trainer.errors import UserError, run_script\n"
         "def fail():\n"
+        "    import logging\n"
+        f"    logging.getLogger('loopdropout_trainer.jobs').warning({sentence!r})\n"
         f"    raise UserError({sentence!r})\n"
         "run_script(fail)"
     )
@@ -127,13 +129,16 @@ def test_plans_are_wrapped_in_terminals_only():
         "Nobody has measured it.",
         "`loopdropout evaluate outputs/quickstart none --eval_num_loops 4`",  # one line, which can be copied
         "does so.",
+        "Nobody has measured it.",  # a warning
+        "`loopdropout evaluate outputs/quickstart none --eval_num_loops 4`",
+        "does so.",
         "-c: Nobody has measured it.",  # an error
         "`loopdropout evaluate outputs/quickstart none --eval_num_loops 4`",
         "does so.",
     ]
     in_pipe = subprocess.run(command, env=environment, capture_output=True)
     assert in_pipe.stdout == f"tokens  {line}\n{sentence}\n".encode()
-    assert in_pipe.stderr == f"-c: {sentence}\n".encode() and in_pipe.returncode == 2
+    assert in_pipe.stderr == f"{sentence}\n-c: {sentence}\n".encode() and in_pipe.returncode == 2
 
 
 def test_pieces_form_no_new_sequence():
