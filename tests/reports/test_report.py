@@ -67,7 +67,23 @@ LABELS = ["LoRA, p = 1", "LoRA, p = 2", "Loop Dropout", "Mine"]
 @pytest.fixture(autouse=True)
 def few_figure_files(monkeypatch):
     """Figures are drawn, but not written as PNG, PDF and SVG, except where a test looks at these files."""
-    monkeypatch.setattr(plots, "save_figure", lambda plot, path: pyplot.close(plot.draw()))
+    monkeypatch.setattr(plots, "save_figure", draw_once)
+
+
+DRAWN = set()
+"""The numbers and texts of the figures that `draw_once` has drawn."""
+
+
+def draw_once(plot, path):
+    """Draw a figure, unless one with the same numbers and texts has been drawn, as by an earlier report of the same runs."""
+    content = []
+    for panel in getattr(plot, "items", [plot]):
+        geoms = [layer.geom for layer in panel.layers]
+        tables = [panel.data, *(geom.data for geom in geoms if geom.data is not None)]
+        content.append((vars(panel.labels), [type(geom) for geom in geoms], [table.to_csv() for table in tables]))
+    if str(content) not in DRAWN:
+        DRAWN.add(str(content))
+        pyplot.close(plot.draw())
 
 
 @pytest.fixture
