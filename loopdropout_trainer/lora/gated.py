@@ -25,6 +25,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gate_state import GateState, applied_gates, as_gate_matrix, check_token_examples
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora.compatibility import check_layers, check_variant, find_active_adapter
+from loopdropout_trainer.lora.undrawn import warn_in_backward
 
 
 logger = logging.get_logger(__name__)
@@ -101,7 +102,7 @@ class GatedLora(LoraVariant):
         gate = self.gate_state.gate_for(x, self.module, self.gate_factor(x))  # [N, 1, 1] or [B, S, 1], or None for one
         low_rank = self.down(module, active_adapter, x)  # [B, S, r]
         if self.module == 0 and self._trains_without_rule(module):
-            _warn_in_backward(self.gate_state, low_rank)
+            warn_in_backward(self.gate_state, low_rank)
         if gate is None:
             return result + self.up(module, active_adapter, low_rank) * scaling
         # Gate and scaling multiply the r numbers of a token between A and B, and not the many more numbers after B. The
@@ -198,35 +199,6 @@ class GatedVariants(dict[str, LoraVariant]):
             check_variant(variant)
             variant = GatedLora(*self.options, replaced=variant)
         super().__setitem__(adapter, variant)
-
-
-@torch.compiler.disable
-def _warn_in_backward(state: GateState, activation: Tensor) -> None:
-    """Warn once, when the backward pass reaches an activation [B, S, r], that the adapter trains as plain LoRA.
-
-    A pass with gradient may also be a look at the loss, so the warning waits for the backward pass.
-    """
-    if not activation.requires_grad:
-        return
-
-    def warn(gradient: Tensor) -> None:
-        if not state.has_warned:
-            state.has_warned = True
-            advice = (
-                "Only `train()` of the trainer that was made for this rule draws gates. For another trainer or training "
-                "loop, call `loop_dropout(model)` first."
-            )
-            if state.dropout is not None:
-                advice = (
-                    "`loop_dropout` draws gates in training mode only, and the base model is in evaluation mode. Call "
-                    "`model.train()` before the training passes."
-                )
-            logger.warning(
-                f"The adapter now trains at unit gates, which is plain LoRA, although {state.rule.name!r} is its rule. "
-                f"{advice}"
-            )
-
-    activation.register_hook(warn)
 
 
 def _linear(linear: nn.Linear, x: Tensor) -> Tensor:

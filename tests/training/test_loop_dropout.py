@@ -380,9 +380,11 @@ def test_other_trainer_of_a_gated_model_warns(make_sft, tmp_path, log):
     other = transformers.Trainer(model, args, train_dataset=rows, data_collator=collate)
     other.train()
     assert is_warned() == 1
+    transformers.Trainer(model, args, train_dataset=rows, data_collator=collate).train()  # with its own optimizer
+    assert is_warned() == 2
     trainer.train()  # after which the other one may not know the warning
     other.train()
-    assert is_warned() == 2 and "call `loop_dropout(model)` first" in log.text
+    assert is_warned() == 3 and "call `loop_dropout(model)` first" in log.text
 
 
 @pytest.mark.parametrize("is_base_only", [True, False])
