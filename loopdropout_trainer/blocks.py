@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from loopdropout_trainer.errors import UserError
+
+
+_Arguments = ParamSpec("_Arguments")
+_Value = TypeVar("_Value")
+
+
+class Block(AbstractContextManager[_Value]):
+    """What a function such as `use_gates` returns. Alone in a cell of a notebook, it says that it has no effect there."""
+
+    def __init__(self, name: str, manager: Any) -> None:
+        self._name, self._manager = name, manager
+
+    def __repr__(self) -> str:
+        return f"`{self._name}(...)` has an effect inside of its block only. Write `with {self._name}(...):`."
+
+    def __enter__(self) -> _Value:
+        return self._manager.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._manager.__exit__(*error)
+
+    def __call__(self, function: Callable) -> Callable:
+        """Return a function whose calls run in such a block, as of `@use_depth(model, 2)`."""
+        return self._manager(function)
+
+
+def as_block(function: Callable[_Arguments, Iterator[_Value]]) -> Callable[_Arguments, Block[_Value]]:
+    """Return a generator function as `contextlib.contextmanager` does, which makes a `Block`."""
+    make = contextmanager(function)
+
+    @functools.wraps(function)
+    def make_block(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Block[_Value]:
+        return Block(function.__name__, make(*args, **kwargs))
+
+    return make_block
 
 
 @dataclass(eq=False)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
+from loopdropout_trainer.blocks import as_block
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gate_state import GateState
 from loopdropout_trainer.renames import hide_library_warnings, renamed_function
@@ -263,7 +263,7 @@ def check_num_layers(config: Any, num_layers: int | None) -> None:
         )
 
 
-@contextmanager
+@as_block
 def use_depth(model: nn.Module, num_loops: int | None) -> Iterator[None]:
     """Run a model at another recurrence depth inside the block.
 

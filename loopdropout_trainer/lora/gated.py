@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import logging
 
+from loopdropout_trainer.blocks import as_block
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gate_state import GateState, applied_gates, as_gate_matrix, check_token_examples
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
@@ -403,7 +403,7 @@ def gate_new_layers(model: PeftModel) -> None:
         _gate_layer(layer, state, module, in_activation_dtype)
 
 
-@contextmanager
+@as_block
 def use_gates(
     model: PeftModel, gates: Tensor | Sequence | None, token_examples: Tensor | None = None
 ) -> Iterator[GateState]:

@@ -97,6 +97,21 @@ def test_blocks_in_another_order_restore_the_state():
     assert model.config.num_loops == 4 and state.reruns.due is None
 
 
+def test_block_outside_of_a_statement_says_that_it_has_no_effect():
+    """A notebook shows the last value of a cell."""
+    model = adapted()
+    for use, value in ((use_gates, [1, 0, 0, 0]), (use_depth, 2)):
+        name = use.__name__
+        text = repr(use(model, value))
+        assert text == f"`{name}(...)` has an effect inside of its block only. Write `with {name}(...):`."
+
+    @use_depth(model, 2)
+    def count_loops():
+        return model.config.num_loops
+
+    assert [count_loops(), count_loops(), model.config.num_loops] == [2, 2, 4]
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_backward_after_the_block_recomputes_its_gates(use_reentrant, make_tiny):
     found = []
