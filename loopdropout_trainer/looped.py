@@ -28,6 +28,48 @@ class NotLoopedError(UserError):
     """The model has no recurrent block that sets the running loop."""
 
 
+class _OfActiveAdapter:
+    """An attribute of a looped model with a value for each adapter. It has the value of the active adapter.
+
+    A value that is set before an adapter is put on the model belongs to that adapter. After the only adapter was
+    merged, its value still applies. Of several adapters, nobody knows which one was.
+    """
+
+    def __init__(self, default: Any) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def values(self, looped: LoopedModelMixin) -> dict[tuple[str, ...], Any]:
+        """Return the values by the active adapters when they were set, the last one at the end."""
+        return vars(looped).get(self._name, {})
+
+    def __get__(self, looped: LoopedModelMixin | None, owner: type | None = None) -> Any:
+        if looped is None:
+            return self
+        values, adapters = self.values(looped), _active_adapters(looped)
+        if len(values) == 1 and not adapters:
+            return [*values.values()][0]
+        return values.get(adapters, values.get((), self._default))
+
+    def __set__(self, looped: LoopedModelMixin, value: Any) -> None:
+        adapters = _active_adapters(looped)
+        others = {}
+        if adapters:
+            others = {name: own for name, own in self.values(looped).items() if name not in (adapters, ())}
+        vars(looped)[self._name] = {**others, adapters: value}
+
+
+def _active_adapters(looped: LoopedModelMixin) -> tuple[str, ...]:
+    """Return the names of the active adapters of the recurrent layers, or () without an adapter."""
+    for layer in looped.recurrent_layers():
+        for module in layer.modules():
+            if hasattr(module, "lora_A"):
+                return tuple(module.active_adapters)
+    return ()
+
+
 class LoopedModelMixin:
     """Interface of a looped model: its recurrent layers, its running loop, its depth and its readouts.
 
@@ -40,7 +82,7 @@ class LoopedModelMixin:
         trains_at_one_depth: Whether the model trains only at the depth that it was built for.
         reads_prompts: Whether the tokens of a prompt attend to each other in both directions, as `mark_prompts` marks them.
         optional_linears: Ends of the names of projections that an adapter has only if you name them.
-        trained_with: Training settings of the adapter on the model, which are saved with it.
+        trained_with: Training settings of the active adapter, which are saved with it.
         run_folder: Folder with the results of that training, or None if it is not known.
         trained_adapter: Name of the adapter that a trainer has trained last, or None.
         loaded_adapter: Folder or Hub name of the adapter that the model was loaded with to train it, until it is trained.
@@ -54,8 +96,8 @@ class LoopedModelMixin:
     trains_at_one_depth = False
     reads_prompts = False
     optional_linears: tuple[str, ...] = ()
-    trained_with: Mapping[str, Any] = MappingProxyType({})
-    run_folder: str | None = None
+    trained_with = _OfActiveAdapter(MappingProxyType({}))
+    run_folder = _OfActiveAdapter(None)
     trained_adapter: str | None = None
     loaded_adapter: str | None = None
     adapter_source: Any = None
@@ -70,6 +112,14 @@ class LoopedModelMixin:
     @num_loops.setter
     def num_loops(self, num_loops: int) -> None:
         self.config.num_loops = num_loops
+
+    @property
+    def last_training(self) -> Mapping[str, Any]:
+        """Settings of the last training of the model, also of an adapter that is not active now. {} without one."""
+        for settings in reversed(LoopedModelMixin.trained_with.values(self).values()):
+            if settings.get("training_id") is not None:
+                return settings
+        return {}
 
     def recurrent_layers(self) -> Iterable[nn.Module]:
         """Return the modules that run in every loop."""

@@ -312,9 +312,7 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
     check_peft_config(config)
     check_base(source, model)
     looped = attach_looped_model(model)
-    looped.trained_with = metadata
     looped.loaded_adapter = source.name if is_trainable else None
-    looped.run_folder = str(source.results_folder)
     looped.adapter_source, looped.training_tokenizer = source, None
     add_end_tokens(looped, metadata.get("eos_token_id") or [])
     num_loops = looped.num_loops
@@ -327,7 +325,7 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
         weights = source.adapter.read_weights()
         _fit_vocabulary(model, weights)
         with hide_library_warnings():
-            return attach_adapter(model, folder, is_trainable, config, weights)
+            adapted = attach_adapter(model, folder, is_trainable, config, weights)
     except UserError:
         raise
     except (RuntimeError, ValueError, SafetensorError, re.error) as error:  # `target_modules` may be a pattern
@@ -335,6 +333,11 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
         raise UserError(
             f"The adapter in {folder} does not fit this model: {first_line(error)} {hint}".strip()
         ) from error
+    looped.trained_with, looped.run_folder = (
+        metadata,
+        str(source.results_folder),
+    )  # of this adapter, and of no later one
+    return adapted
 
 
 def _fit_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:

@@ -48,18 +48,18 @@ def find_start(
     if checkpoint is not None:  # the training continues, so it has the start of its first part
         return _read_start(find_source(checkpoint).metadata)
     looped = find_looped_model(model)
-    former = looped.trained_with  # settings of the last training of this model, or of the saved adapter on it
-    was_trained = former.get("training_id") is not None
-    if was_trained and _has_other_base(former, base_weights):
-        # Also for a new adapter, because the base model may hold the former training.
-        return _add_training(_read_start(former), f"{_describe_former(former)}, {_CHANGED_BASE}")
+    last = looped.last_training
+    if _has_other_base(last, base_weights):
+        # Also for a new adapter, because the base model may hold the last training.
+        return _add_training(_read_start(last), f"{_describe_former(last)}, {_CHANGED_BASE}")
     adapter = model.active_adapters[0]
     has_zero_init = model.peft_config[adapter].init_lora_weights in _ZERO_INITS
     if has_zero_init and has_no_update(model, adapter):
         return {}  # a new adapter
     if looped.loaded_adapter is not None:
         return {"initial_adapter": looped.loaded_adapter}
-    if was_trained and looped.trained_adapter == adapter:
+    former = looped.trained_with  # settings of the last training of this adapter
+    if former.get("training_id") is not None and looped.trained_adapter == adapter:
         return _add_training(_read_start(former), _describe_former(former))
     if has_zero_init:  # another program has trained it, or loaded its weights, without a record
         return _add_training({}, "not known, but the update is not zero")

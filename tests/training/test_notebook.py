@@ -45,6 +45,7 @@ from loopdropout_trainer.diagnostics import depth_matrix, label_batches, score
 from loopdropout_trainer.evaluation import evaluate_tasks
 from loopdropout_trainer.gate_state import GatedBatch
 from loopdropout_trainer.gates import RULES, ExactlyM, GateRule, make_rule
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import adapted_layers
 from loopdropout_trainer.results.training_results import as_trained
 from loopdropout_trainer.saving.trainings import describe_training
@@ -718,6 +719,36 @@ def test_trained_one_of_two_adapters_is_named(make_sft, log):
     make_sft(model, max_steps=1).train()
     assert "The adapter 'second' trains, and 'default' stays unchanged." in log.text
     assert "trained before" not in log.text  # the second one is new
+
+
+def test_each_of_two_adapters_keeps_its_training(train, tmp_path, log):
+    """Results, cards and merged models of the active adapter had the settings of the one that was trained last."""
+    first = train(max_steps=1)
+    model, looped, ids = first.model, first.looped, torch.arange(2, 20).view(2, 9)
+    measure = lambda: [row.get("method") for row in depth_matrix(model, [{"input_ids": ids, "labels": ids}], [4])]
+    model.add_adapter("second", default_peft_config(model.get_base_model(), r=2))
+    model.set_adapter("second")
+    assert set(measure()) == {None}
+    second = train(model, max_steps=1, rule="lora", output_dir=str(tmp_path / "second"))
+    assert set(measure()) == {"LoRA"} and "trained before" not in log.text
+    model.set_adapter("default")
+    assert set(measure()) == {"Loop Dropout"} and looped.run_folder == first.args.output_dir
+    first.save_model(tmp_path / "saved")
+    assert "not those of this trainer" not in log.text and first.evaluate()["eval_loss"]
+    merge_and_save(model, tmp_path / "merged")
+    for folder in ("saved", "merged"):
+        assert json.loads((tmp_path / folder / "loop_dropout.json").read_text())["rule"] == "loop_dropout"
+    model.base_model.set_adapter(["default", "second"])
+    assert set(measure()) == {None}
+    model.set_adapter("second")
+    assert looped.trained_with["training_id"] == second.training_id
+    loaded = load_adapter(tiny_ouro(num_hidden_layers=1), tmp_path / "saved")
+    assert find_looped_model(loaded).trained_with["rule"] == "loop_dropout"
+    loaded.add_adapter("new", default_peft_config(loaded.get_base_model(), r=2))
+    loaded.set_adapter("new")
+    assert not find_looped_model(loaded).trained_with
+    model.merge_and_unload()
+    assert not looped.trained_with and looped.last_training  # nobody knows which one was merged
 
 
 class StopAt(TrainerCallback):
