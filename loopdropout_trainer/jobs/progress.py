@@ -141,11 +141,11 @@ class SampleCompletionsCallback(TrainerCallback):
             self.on_evaluate(args, state, control)
 
     def on_evaluate(self, args, state, control, **kwargs):
-        is_stopped = self.trainer.stop_callback.received
+        is_stopped = self.trainer._stop_callback.received
         if is_stopped or state.global_step == self.last_step:  # the evaluation of an epoch comes after its last step
             return
         self.last_step = state.global_step
-        with self.trainer.step_clock.pause():
+        with self.trainer._step_clock.pause():
             self._print_samples(args, state)
 
     def _print_samples(self, args: TrainingArguments, state: TrainerState) -> None:

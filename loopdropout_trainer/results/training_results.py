@@ -61,7 +61,7 @@ def _names_another_model(name: str, value: Any) -> bool:
 def saved_step(trainer: Trainer) -> int:
     """Return the optimizer step of a trainer's weights, which is the best one after `load_best_model_at_end`."""
     state = trainer.state
-    loads_best = trainer.args.load_best_model_at_end and not trainer.is_cut_off
+    loads_best = trainer.args.load_best_model_at_end and not trainer._is_cut_off
     if loads_best and state.best_model_checkpoint is not None:
         return checkpoint_step(state.best_model_checkpoint)  # the best step may have no checkpoint
     return state.global_step
@@ -127,7 +127,7 @@ def training_results(trainer: Trainer) -> list[dict[str, Any]]:
     for log in history:
         if "eval_loss" in log and log["step"] <= saved_step(trainer):
             eval_loss = log["eval_loss"]
-    seconds = trainer.step_clock.seconds
+    seconds = trainer._step_clock.seconds
     num_tokens = newest_values.get("num_tokens", math.nan) - trainer.resumption.tokens_before
     values = {
         "train_loss": mean_loss(history),
@@ -172,7 +172,7 @@ def _count_train_examples(trainer: Trainer) -> dict[str, int]:
 
 def _mean_gates(trainer: Trainer) -> list[dict[str, Any]]:
     """Return the mean gate of each loop if it is not 1 by a fault of the rule, of which the training has warned."""
-    fault = trainer.rule_fault
+    fault = trainer._rule_fault
     if fault is None:
         return []
     shared = {"metric": GATE_MEAN, "unit": "", "gates": DRAWN, "n": fault.num_examples}

@@ -56,25 +56,25 @@ class AdapterFilesMixin:
         self._total_train_tokens = num_tokens
 
     @property
-    def step_clock(self) -> StepClock:
+    def _step_clock(self) -> StepClock:
         """Clock of the steps of the training, whose seconds a checkpoint keeps."""
         return self.resumption.clock
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log values, in training with the means of `step_metrics`. The loss at the end is the mean over all steps.
+        """Log values, in training with the means of `_step_metrics`. The loss at the end is the mean over all steps.
 
         transformers' loss at the end leaves out the steps before an interruption, so it would differ from the tables.
         """
         if self.model.training:
-            for name, values in self.step_metrics.items():
+            for name, values in self._step_metrics.items():
                 logs[name] = sum(values) / len(values)
-            self.step_metrics.clear()
+            self._step_metrics.clear()
         if "train_loss" in logs and "train_runtime" in logs:  # the log at the end
-            self.step_clock.stop()
+            self._step_clock.stop()
             logs["train_loss"] = mean_loss(self.state.log_history)
         super().log(logs, start_time)
 
-    def record_training(self) -> None:
+    def _record_training(self) -> None:
         """Write the settings and results of a training and its state with the logged losses, for reports, cards and plots."""
         self.save_state()
         rows = training_results(self)
@@ -158,7 +158,7 @@ class AdapterFilesMixin:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint, and delete older ones only after all of its files have reached the disk."""
-        with self.step_clock.pause():
+        with self._step_clock.pause():
             self._write_checkpoint(model, trial)
 
     def _write_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -202,7 +202,7 @@ class AdapterFilesMixin:
         trainer, and would come after the callback that resets the gates.
         """
         saved = self.state.stateful_callbacks
-        own = {type(callback).__name__ for callback in (*self.step_callbacks, self.resumption)} | {EARLY_STOPPING}
+        own = {type(callback).__name__ for callback in (*self._step_callbacks, self.resumption)} | {EARLY_STOPPING}
         self.state.stateful_callbacks = {name: state for name, state in saved.items() if name not in own}
         if not self.args.restore_callback_states_from_checkpoint:
             self._warn_of_new_callbacks()

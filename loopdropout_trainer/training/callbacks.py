@@ -103,7 +103,7 @@ class GateLoggingCallback(GatedStepCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.totals = 0.0
         counts = [log["num_tokens"] for log in state.log_history if "num_tokens" in log]
-        self.trainer.step_metrics.clear()  # of an interrupted training
+        self.trainer._step_metrics.clear()  # of an interrupted training
         self.trainer.num_tokens = int(max(counts, default=self.trainer.resumption.tokens_before))
 
     def on_micro_batch_end(self) -> None:
@@ -129,7 +129,7 @@ class GateLoggingCallback(GatedStepCallback):
         names = ["gate_mean", *(f"active_loop_{loop}" for loop in range(1, len(sums)))]
         for name, total in zip(names, sums, strict=True):
             if num_examples:
-                trainer.step_metrics[name].append(total / num_examples)
+                trainer._step_metrics[name].append(total / num_examples)
 
 
 class SensitivityCallback(GatedStepCallback, ExportableState):
@@ -178,7 +178,7 @@ class DepthCallback(GatedStepCallback):
         trainer.looped.num_loops = depth
 
     def on_micro_batch_end(self) -> None:
-        self.trainer.step_metrics["depth"].append(float(self.trainer.num_loops))
+        self.trainer._step_metrics["depth"].append(float(self.trainer.num_loops))
 
     def on_step_end(self, args, state, control, **kwargs):
         self.on_micro_batch_end()

@@ -206,7 +206,7 @@ class EveryExampleOnceMixin:
             loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
         finally:
             self._is_evaluating = False
-        num_tokens = 0 if loss is None else self.count_targets(inputs)
+        num_tokens = 0 if loss is None else self._count_targets(inputs)
         if num_tokens:
             self._evaluated += [loss.item() * num_tokens, num_tokens]
         return loss, *others
@@ -223,7 +223,7 @@ class EveryExampleOnceMixin:
                 output.metrics[name] = total / num_tokens
         return output
 
-    def count_targets(self, inputs: dict[str, Any]) -> int:
+    def _count_targets(self, inputs: dict[str, Any]) -> int:
         """Return the number of target tokens in a batch."""
         labels = inputs.get("labels")  # [B, S], which the loss shifts, so that no token predicts the first one
         if labels is None:

@@ -36,14 +36,14 @@ class LoopDropoutDPOTrainer(ReferenceMixin, GateSamplingMixin, DPOTrainer):
     def formats(self, args: LoopDropoutDPOConfig) -> Collection[Sequence[str]]:
         return PREFERENCES
 
-    def before_init(self, arguments: dict[str, Any]) -> None:
-        super().before_init(arguments)
+    def _before_init(self, arguments: dict[str, Any]) -> None:
+        super()._before_init(arguments)
         arguments["args"].check_reference_cache()  # the field may have changed since the configuration was made
         if arguments["ref_model"] is None:
             check_reference(arguments["model"], find_reference_fix(arguments["args"]))
 
-    def after_init(self) -> None:
-        super().after_init()
+    def _after_init(self) -> None:
+        super()._after_init()
         for title, dataset in name_datasets(vars(self)):
             if isinstance(dataset, Sized) and len(dataset) == 0:
                 raise UserError(
@@ -52,7 +52,7 @@ class LoopDropoutDPOTrainer(ReferenceMixin, GateSamplingMixin, DPOTrainer):
         if self.ref_model is not None:
             attach_looped_model(self.ref_model).prepare_fused_loss()
         # A separate reference model starts from evaluation's state, so the policy does, too.
-        self.samples_start_states = self.ref_model is None
+        self._samples_start_states = self.ref_model is None
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         """Prepare pairs as TRL does, and log which ones are cut or left out, of which TRL says nothing."""
@@ -61,7 +61,7 @@ class LoopDropoutDPOTrainer(ReferenceMixin, GateSamplingMixin, DPOTrainer):
             warn_of_cut_pairs(dataset, prepared, args, dataset_name)
         return prepared
 
-    def prepare_rows(self, dataset, name, keeps_order):
+    def _prepare_rows(self, dataset, name, keeps_order):
         return self._prepare_dataset(dataset, self.processing_class, self.args, name)
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], None]:

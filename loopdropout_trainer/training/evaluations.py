@@ -30,7 +30,7 @@ class EvaluationMixin:
         eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
         self._forget_drawn_gates()
         hide_bars = hide_bars_of_few({"eval_dataset": eval_dataset})  # newer releases of TRL prepare again
-        with hide_library_warnings(), closing_bars(self), self.step_clock.pause(), hide_bars:
+        with hide_library_warnings(), closing_bars(self), self._step_clock.pause(), hide_bars:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     @hint_at_arguments

@@ -36,9 +36,9 @@ def check_lengths(trainer: Any) -> None:
     length = trainer.args.max_length
     for title, dataset in name_datasets(vars(trainer)):
         is_prepared = isinstance(dataset, Dataset) and "labels" in dataset.column_names
-        if not is_prepared or title not in trainer.num_given:
+        if not is_prepared or title not in trainer._num_given:
             continue
-        num_left, given = len(dataset), trainer.num_given[title]
+        num_left, given = len(dataset), trainer._num_given[title]
         if num_left < given and not trainer.args.packing:
             noun = f"examples of the {given:,} in {title}"
             reason = f"they have no token to train on among the first {length:,} (`max_length`)"

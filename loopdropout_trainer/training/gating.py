@@ -171,7 +171,7 @@ class GatingMixin:
         self._has_read_fields = True
         sharing_of(self.args).num_trainers += 1
 
-    def prepare_gates(self) -> None:
+    def _prepare_gates(self) -> None:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
         self.args.check_changes()
         self._read_rule()
@@ -182,12 +182,12 @@ class GatingMixin:
         self._check_depths()
         if not is_gated_by(self.model, self.rule):  # another adapter, trainer or handle may have replaced the gates
             add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
-        self.gate_state = self.unit_gates.gate_state = self.looped.gate_state
+        self.gate_state = self._unit_gates.gate_state = self.looped.gate_state
         self.gate_state.rule = self.rule
         self.physical_layers = physical_layers(self.model)  # [M]
         self._adapted_layers = adapted_layers(self.model)
-        self.batch_options = self._find_batch_options()
-        for callback in self.step_callbacks:
+        self._batch_options = self._find_batch_options()
+        for callback in self._step_callbacks:
             callback.trainer, callback.rule = self, self.rule
         if self.looped.trained_with.get("training_id") is None:  # else the weights still come from that training
             self.start = find_start(self.model)

@@ -43,8 +43,8 @@ def prepare_given(trainer: Any, argument: str, dataset: Any) -> Any:
     check_datasets(arguments)
     if skips_preparation(trainer.args):
         return dataset
-    if trainer.reads_columns({**arguments, "formatting_func": trainer.formatting_func}):
-        trainer.check_rows_of(arguments)
+    if trainer._reads_columns({**arguments, "formatting_func": trainer.formatting_func}):
+        trainer._check_rows_of(arguments)
     prepared = _prepare(trainer, argument, arguments[argument])
     vocabulary = trainer.model.get_input_embeddings().num_embeddings
     for title, part in name_datasets({argument: prepared}):
@@ -72,5 +72,5 @@ def _prepare(trainer: Any, argument: str, dataset: Any) -> Any:
 
 def _prepare_parts(trainer: Any, argument: str, dataset: Any, is_prediction: bool) -> Any:
     if isinstance(dataset, dict):
-        return {name: trainer.prepare_rows(part, name, is_prediction) for name, part in dataset.items()}
-    return trainer.prepare_rows(dataset, argument.removesuffix("_dataset"), is_prediction)
+        return {name: trainer._prepare_rows(part, name, is_prediction) for name, part in dataset.items()}
+    return trainer._prepare_rows(dataset, argument.removesuffix("_dataset"), is_prediction)

@@ -27,7 +27,7 @@ class LoopDropoutGRPOTrainer(ReferenceMixin, GateSamplingMixin, GRPOTrainer):
     ratio would clip many tokens.
     """
 
-    samples_start_states = False  # as for the completions and the reference
+    _samples_start_states = False  # as for the completions and the reference
 
     config_class = LoopDropoutGRPOConfig
     objective = "GRPO"
@@ -46,10 +46,10 @@ class LoopDropoutGRPOTrainer(ReferenceMixin, GateSamplingMixin, GRPOTrainer):
     def formats(self, args: LoopDropoutGRPOConfig) -> Collection[Sequence[str]]:
         return (("prompt",),)
 
-    def before_init(self, arguments: dict[str, Any]) -> None:
+    def _before_init(self, arguments: dict[str, Any]) -> None:
         rewards = arguments["reward_funcs"]
         arguments["reward_funcs"] = rewards = find_rewards(rewards if isinstance(rewards, list) else [rewards])
-        super().before_init(arguments)
+        super()._before_init(arguments)
         example = read_first(arguments["train_dataset"])
         compares = any(reward in REWARDS.values() for reward in rewards)
         if compares and example is not None and "answer" not in example:

@@ -18,9 +18,9 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
 
     runs_several_draws = True
 
-    def before_init(self, arguments: dict[str, Any]) -> None:
+    def _before_init(self, arguments: dict[str, Any]) -> None:
         """Scale the alpha of a new adapter, so that plain LoRA at inference has the original's expected update."""
-        super().before_init(arguments)
+        super()._before_init(arguments)
         if self.rule.draws_per_batch == 1 and self.rule.name != "lora_dropout":
             raise UserError(
                 f"`rule` must be 'lora_dropout' for a {type(self).__name__}, got {self.rule.name!r}. "

@@ -38,25 +38,25 @@ _OPTIMIZER_FIELDS = (
 class OptimizerMixin:
     """Optimizer and learning rate schedule of a TRL trainer, by the fields of `GateConfig`."""
 
-    optimized_adapter: str | None = None
+    _optimized_adapter: str | None = None
     """Name of the adapter that an optimizer of this trainer was made for, or None for an optimizer of the user."""
 
     def _forget_other_optimizer(self) -> None:
         """Let the next training make a new optimizer if the active adapter or a field of the optimizer has changed."""
-        if self.optimized_adapter is None:
+        if self._optimized_adapter is None:
             return
         changed = [name for name in _OPTIMIZER_FIELDS if getattr(self.args, name) != self._optimized_with[name]]
         if changed:
             names = ", ".join(f"`{name}`" for name in changed)
             logger.warning(f"The training begins with a new optimizer, because {names} of `args` changed.")
-        if changed or self.optimized_adapter != self.model.active_adapters[0]:
-            self.optimizer = self.lr_scheduler = self.optimized_adapter = None
+        if changed or self._optimized_adapter != self.model.active_adapters[0]:
+            self.optimizer = self.lr_scheduler = self._optimized_adapter = None
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Create the optimizer, with LoRA+ if `loraplus_lr_ratio` is set."""
         args = self.args
         if self.optimizer is None:
-            self.optimized_adapter = self.model.active_adapters[0]
+            self._optimized_adapter = self.model.active_adapters[0]
             self._optimized_with = {name: getattr(args, name) for name in _OPTIMIZER_FIELDS}
         if args.loraplus_lr_ratio is None or self.optimizer is not None:
             return super().create_optimizer(model)

@@ -68,9 +68,9 @@ class ReferenceMixin:
     _copy: nn.Module | None = None
     _knows_copy = False
 
-    def prepare_gates(self) -> None:
+    def _prepare_gates(self) -> None:
         """Put gates on the adapter, and raise UserError if the reference is another one than in `__init__`."""
-        super().prepare_gates()
+        super()._prepare_gates()
         if not self._knows_copy:
             self._copy, self._knows_copy = find_copy(self.model), True
         self._check_same_reference()

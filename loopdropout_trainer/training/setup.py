@@ -92,7 +92,7 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
         bound = inspect.signature(init).bind(self, *positional, **keywords)
         bound.apply_defaults()
         arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
-        self.before_init(arguments)
+        self._before_init(arguments)
         try:
             with (
                 explain_imports(_name_of(arguments["model"])),
@@ -103,10 +103,10 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
             ):
                 super(AdapterTrainingMixin, self).__init__(**arguments)
         except (TemplateError, UserError):  # mostly of a chat template
-            if self.reads_columns(arguments):
+            if self._reads_columns(arguments):
                 explain_row(arguments, self.formats(arguments["args"]), arguments["processing_class"])
             raise
-        self.after_init()
+        self._after_init()
         self._keep_fields()
 
     return gated_init
@@ -120,24 +120,24 @@ class AdapterTrainingMixin(
     Attributes:
         config_class: Class of `args`.
         rule: Rule that draws the gates.
-        rule_fault: Fault of a user's rule that the last training has warned about, such as mean gates that are not 1.
+        _rule_fault: Fault of a user's rule that the last training has warned about, such as mean gates that are not 1.
         gate_state: Current gates of the model. They are one outside of training passes.
         last_gates: Gates that were drawn last.
         num_trained: Number of examples that they were drawn for, or 0 if no token of them is trained on.
         method: Name of the method in results. Default: the title of the rule.
-        unit_gates: Callback that sets the gates to one, and counts the micro-batches of the optimizer step.
-        step_metrics: Values of micro-batches since the last log of the training, whose means are logged.
+        _unit_gates: Callback that sets the gates to one, and counts the micro-batches of the optimizer step.
+        _step_metrics: Values of micro-batches since the last log of the training, whose means are logged.
         physical_layers: [M] index of the layer of each adapted module.
-        batch_options: Optimizations that training may use.
-        samples_start_states: Whether models with a random start state draw it for each step.
+        _batch_options: Optimizations that training may use.
+        _samples_start_states: Whether models with a random start state draw it for each step.
         runs_several_draws: Whether the trainer runs rules with several draws for a micro-batch.
         draw_index: Index of the running draw.
-        is_cut_off: Whether an exception has stopped the last training, so that the weights are those of its last step.
+        _is_cut_off: Whether an exception has stopped the last training, so that the weights are those of its last step.
         objective: Kind of the training in texts, such as "SFT".
         recipe: Recipe of the training, which is saved with its results. Default: made of the arguments.
         training_id: Identifier of the training, which its checkpoints and its adapter keep.
         start: Settings of `find_start`, which say what the training starts from.
-        num_given: Numbers of examples of the datasets that TRL makes tokens of, by their names in messages.
+        _num_given: Numbers of examples of the datasets that TRL makes tokens of, by their names in messages.
         saved_facts: Further settings that are saved with the adapter for later commands: `prompt_template` (a text with a
             {field}), those of `describe_prompts`, and `base_weights` (a digest).
     """
@@ -146,29 +146,29 @@ class AdapterTrainingMixin(
     model: PeftModel
     processing_class: PreTrainedTokenizerBase
     rule: GateRule
-    rule_fault: RuleFault | None = None
+    _rule_fault: RuleFault | None = None
     gate_state: GateState
-    unit_gates: UnitGatesCallback
-    step_metrics: dict[str, list[float]]
+    _unit_gates: UnitGatesCallback
+    _step_metrics: dict[str, list[float]]
     physical_layers: list[int]
     last_gates: GatedBatch | None = None
     method: str | None = None
-    is_cut_off = False
+    _is_cut_off = False
     objective: str | None = None
     recipe: Mapping[str, Any] | None = None
     num_trained = 0
-    batch_options = BatchOptions()
-    samples_start_states = True
+    _batch_options = BatchOptions()
+    _samples_start_states = True
     runs_several_draws = False
     draw_index = 0
     training_id: str | None = None
     start: Mapping[str, Any] = MappingProxyType({})
     saved_facts: dict[str, Any]
-    num_given: dict[str, int]
+    _num_given: dict[str, int]
 
     drawn = renamed_attribute("drawn", "last_gates")
 
-    def before_init(self, arguments: dict[str, Any]) -> None:
+    def _before_init(self, arguments: dict[str, Any]) -> None:
         """Complete the arguments of TRL's trainer, by default with the paper's adapter and the model's `tokenizer.json`."""
         check_kinds(arguments)
         check_datasets(arguments)
@@ -192,7 +192,7 @@ class AdapterTrainingMixin(
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self._make_rule(args)
         check_draws(args, self.rule, self.runs_several_draws)
-        self.step_metrics = defaultdict(list)
+        self._step_metrics = defaultdict(list)
         self.formatting_func = arguments.get("formatting_func")
         self._choose_adapter(arguments, skeleton, revision)
         if arguments["processing_class"] is None:
@@ -225,18 +225,18 @@ class AdapterTrainingMixin(
         if getattr(args, "chat_template_path", None) is None:  # else TRL copies another tokenizer's tokens
             for name in ("eos_token", "pad_token"):
                 check_token(tokenizer, name, getattr(args, name, None))
-        self.num_given = {}
-        if not self.reads_columns(arguments):
+        self._num_given = {}
+        if not self._reads_columns(arguments):
             return
         for title, dataset in name_datasets(arguments):
             if isinstance(dataset, Sized):
-                self.num_given[title] = len(dataset)
+                self._num_given[title] = len(dataset)
         if self._template_path is None and getattr(args, "eos_token", None) is None:
             check_end_token(tokenizer)
-        self.check_rows_of(arguments)
+        self._check_rows_of(arguments)
         check_assistant_loss(args, name_datasets(arguments), tokenizer)
 
-    def check_rows_of(self, arguments: dict[str, Any]) -> None:
+    def _check_rows_of(self, arguments: dict[str, Any]) -> None:
         """Raise UserError if the examples lack columns, their tokenizer a chat template, or TRL cannot read one of them.
 
         Args:
@@ -253,7 +253,7 @@ class AdapterTrainingMixin(
         """Return the columns of each format of examples that TRL's trainer reads. Without any, columns are not checked."""
         return ()
 
-    def reads_columns(self, arguments: dict[str, Any]) -> bool:
+    def _reads_columns(self, arguments: dict[str, Any]) -> bool:
         """Return whether TRL makes tokens of the columns of the examples, and neither the user's function nor subclass."""
         prepares = getattr(type(self), "_prepare_dataset", None)
         is_own = prepares is not None and not prepares.__module__.startswith(("trl.", "loopdropout_trainer."))
@@ -292,19 +292,19 @@ class AdapterTrainingMixin(
 
     def _add_callbacks(self, arguments: dict[str, Any]) -> None:
         """Put the callbacks of this package before those of the user, which may evaluate and must see unit gates."""
-        self.unit_gates = UnitGatesCallback()
-        self.stop_callback = StopCallback()
+        self._unit_gates = UnitGatesCallback()
+        self._stop_callback = StopCallback()
         self.resumption = ResumptionCallback()
-        self.step_callbacks = make_step_callbacks(arguments["args"], self.rule)
+        self._step_callbacks = make_step_callbacks(arguments["args"], self.rule)
         # The first ones read the gates of a step, and the second one resets them.
-        own = [*self.step_callbacks, self.unit_gates, self.stop_callback, self.resumption, PushCallback()]
-        self.early_stop_callback = None
+        own = [*self._step_callbacks, self._unit_gates, self._stop_callback, self.resumption, PushCallback()]
+        self._early_stop_callback = None
         if arguments["args"].early_stopping_patience is not None:
-            self.early_stop_callback = EarlyStopCallback(arguments["args"].early_stopping_patience)
-            own.append(self.early_stop_callback)
+            self._early_stop_callback = EarlyStopCallback(arguments["args"].early_stopping_patience)
+            own.append(self._early_stop_callback)
         arguments["callbacks"] = [*own, *(arguments["callbacks"] or [])]
 
-    def after_init(self) -> None:
+    def _after_init(self) -> None:
         """Put gates on the adapter."""
         if self._template_path is not None:
             self.args.chat_template_path = self._template_path
@@ -318,7 +318,7 @@ class AdapterTrainingMixin(
         self._record_base()
         self.looped.training_tokenizer = self.processing_class
         self._keep_head()
-        self.prepare_gates()
+        self._prepare_gates()
         if self.optimizer is not None:
             self._check_optimizer()
 
@@ -329,7 +329,7 @@ class AdapterTrainingMixin(
         looped.base_revision = config.revision = revision
         self.saved_facts["base_weights"] = digest_weights(self.model)
 
-    def prepare_rows(self, dataset: Any, name: str, keeps_order: bool) -> Any:
+    def _prepare_rows(self, dataset: Any, name: str, keeps_order: bool) -> Any:
         """Return examples as TRL's trainer prepares those of its own data. GRPO reads them unprepared.
 
         Args:
@@ -363,8 +363,8 @@ class AdapterTrainingMixin(
 
     def _report_early_stop(self, resuming: str) -> None:
         """Log that the training stopped early, if it did. `resuming`: code or option that continues it."""
-        if self.early_stop_callback is not None:
-            self.early_stop_callback.report_stop(self.args, self.state, resuming)
+        if self._early_stop_callback is not None:
+            self._early_stop_callback.report_stop(self.args, self.state, resuming)
 
     # The order of the examples
 

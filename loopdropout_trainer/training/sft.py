@@ -83,7 +83,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
 
     def _hides_outputs(self, model: nn.Module, return_outputs: bool) -> bool:
         """Return whether only TRL's own loss reads the outputs of a training micro-batch, and may do without padding."""
-        if not model.training or not self.batch_options.remove_padding:
+        if not model.training or not self._batch_options.remove_padding:
             return False
         is_own_loss = self.compute_loss_func is None and type(self.label_smoother) in (type(None), LabelSmoother)
         return is_own_loss and not return_outputs
@@ -117,7 +117,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             inputs: Inputs of the model. `example_ids` is removed from them, which the model does not take.
         """
         if self.gate_state.rule is not self.rule:  # another trainer of this model has put its gates on it
-            self.prepare_gates()
+            self._prepare_gates()
         if self.is_in_train:
             self._check_unchanged()
         self.last_gates = self.sample_gates(inputs)
@@ -138,7 +138,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         # The global batch of a step has its micro-batches one after the other, and in each of them the processes in order. So
         # the first row of this micro-batch there is the number of rows of the micro-batches and the processes before it.
         processes, process = self.accelerator.num_processes, self.accelerator.process_index
-        first_row = (self.unit_gates.micro_batch * processes + process) * self.args.rows_per_process
+        first_row = (self._unit_gates.micro_batch * processes + process) * self.args.rows_per_process
         draw = Draw(
             seed=self.gate_seed,
             step=self.state.global_step,
@@ -159,8 +159,8 @@ class GateSamplingMixin(AdapterTrainingMixin):
             gates,
             token_examples,
             seeds=self.rule.seeds(draw),
-            draw=draw if self.samples_start_states else None,
-            options=self.batch_options,
+            draw=draw if self._samples_start_states else None,
+            options=self._batch_options,
             rule=self.rule,
             num_examples=len(ids),
         )
@@ -193,7 +193,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         check_adapter_folder(self.args.output_dir, "Make a trainer with another `output_dir`.")
         check_metric(self)
         num_loops = self.num_loops
-        self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
+        self._prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         self._forget_drawn_gates()  # GRPO generates before its first loss
         self._forget_other_optimizer()
         checkpoint = find_resumable(self, resume_from_checkpoint)
@@ -218,19 +218,19 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 with ended_early(self, checkpoint), explain_metrics(self):
                     output = super().train(checkpoint, trial, ignore_keys_for_eval)
                     self._report_early_stop(describe_resuming(self))
-                self.stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
+                self._stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
                 warn_of_unsaved_best(self.args, self.state)
                 self._check_fields()  # a callback may have changed a field after the last draw
-                self.record_training()
+                self._record_training()
                 self._record_facts()
                 self.looped.run_folder = folder
             return output._replace(training_loss=output.metrics["train_loss"])  # which `log` has set
         finally:
             self._runs_train = False
-            self.stop_callback.restore_handlers()
+            self._stop_callback.restore_handlers()
             self.gate_state.must_draw = self.gate_state.has_warned = False
             self.gate_state.reset()
-            self.unit_gates.micro_batch = 0
+            self._unit_gates.micro_batch = 0
             self.looped.num_loops = num_loops
 
     def _identify_training(self, checkpoint: Checkpoint | None) -> None:
@@ -250,9 +250,9 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 logger.warning(sentence)
         log_start(self.model, self.start, checkpoint)
         rows = self.args.rows_per_process
-        self.rule_fault = find_fault(self.rule, self.num_loops, self.physical_layers, rows, self.gate_seed)
-        if self.rule_fault is not None:
-            logger.warning(self.rule_fault.warning)
+        self._rule_fault = find_fault(self.rule, self.num_loops, self.physical_layers, rows, self.gate_seed)
+        if self._rule_fault is not None:
+            logger.warning(self._rule_fault.warning)
 
     def _record_facts(self, **further: Any) -> None:
         """Record in the settings of the adapter how far it was trained, and on which data."""
@@ -263,13 +263,13 @@ class GateSamplingMixin(AdapterTrainingMixin):
     def _record_stop(self) -> Iterator[None]:
         """Record the step at which an error, Ctrl-C or a callback's exception stops the training in this block."""
         before = self.state
-        self.is_cut_off = False
+        self._is_cut_off = False
         try:
             yield
         except BaseException as error:
             state = self.state
             if state is not before and state.global_step < state.max_steps:  # else it has not begun, or has ended
-                self.is_cut_off = not isinstance(error, TrainingInterrupted)  # which comes after a regular end
+                self._is_cut_off = not isinstance(error, TrainingInterrupted)  # which comes after a regular end
                 self._record_facts(stopped=f"at step {state.global_step:,} of {state.max_steps:,}")
             raise
 
@@ -319,16 +319,16 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
     def formats(self, args: LoopDropoutConfig) -> Collection[Sequence[str]]:
         return ("prompt", "completion"), ("messages",), (args.dataset_text_field,)
 
-    def before_init(self, arguments: dict[str, Any]) -> None:
-        super().before_init(arguments)
+    def _before_init(self, arguments: dict[str, Any]) -> None:
+        super()._before_init(arguments)
         self._assistant_only_loss = arguments["args"].assistant_only_loss
         examples = [read_first(dataset) for _, dataset in name_datasets(arguments) if dataset is not None]
         if all(example is not None and "labels" in example for example in examples):
             # Labels decide the loss, and TRL refuses the field without turns.
             arguments["args"].assistant_only_loss = False
 
-    def after_init(self) -> None:
-        super().after_init()
+    def _after_init(self) -> None:
+        super()._after_init()
         self.args.assistant_only_loss = self._assistant_only_loss
         if self.padding_free:
             self.data_collator = functools.partial(collate_with_example_ids, self.data_collator)
@@ -353,7 +353,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
             return dataset.shuffle(seed=args.seed)
         return dataset
 
-    def prepare_rows(self, dataset, name, keeps_order):
+    def _prepare_rows(self, dataset, name, keeps_order):
         args = self.args
         packing = args.packing if args.eval_packing is None else args.eval_packing
         if keeps_order:
@@ -380,7 +380,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.args.loss_average == "micro_batches" and model.training and num_items_in_batch is not None:
             # TRL divides a micro-batch's sum by this number, which makes the loss its share of the step's loss.
-            num_items_in_batch = self.count_targets(inputs) * self._num_micro_batches
+            num_items_in_batch = self._count_targets(inputs) * self._num_micro_batches
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @contextmanager
@@ -396,7 +396,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         """Also count the micro-batches of the step that have a target, over all processes."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.args.loss_average == "micro_batches" and num_items is not None:
-            num_trained = torch.tensor(sum(self.count_targets(batch) > 0 for batch in batches), device=device)
+            num_trained = torch.tensor(sum(self._count_targets(batch) > 0 for batch in batches), device=device)
             if self.args.average_tokens_across_devices:
                 num_trained = self.accelerator.gather(num_trained).sum()
             self._num_micro_batches = int(num_trained)

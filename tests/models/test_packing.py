@@ -131,12 +131,12 @@ def test_gates_and_inputs_with_gradients_run_every_loop(family):
 
 
 def test_packing_applies_only_where_it_is_exact(make_sft, train):
-    frozen = lambda **fields: train(max_steps=1, **fields).batch_options.lora_parameters
+    frozen = lambda **fields: train(max_steps=1, **fields)._batch_options.lora_parameters
     assert len(frozen()) == 2 * 7  # factors of one layer
     assert not frozen(skip_frozen_loops=False) and not frozen(rule="learned", p=[0.5])
     assert trained_lora_parameters(adapted(tiny_ouro(), lora_dropout=0.1)) is None
     trainer = make_sft(max_steps=1)
     trainer.model.get_base_model().model.norm.weight.requires_grad_(True)
     trainer.train()
-    assert trainer.batch_options == BatchOptions(True)
-    assert train(tiny_ouro(attn_implementation="eager"), max_steps=1).batch_options == BatchOptions()
+    assert trainer._batch_options == BatchOptions(True)
+    assert train(tiny_ouro(attn_implementation="eager"), max_steps=1)._batch_options == BatchOptions()

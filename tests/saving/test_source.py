@@ -742,7 +742,7 @@ def test_adapter_that_a_later_training_did_not_replace_is_named(make_sft, tmp_pa
     trainer(2).train()
     assert f"{message} another training. {advice}" in warning()
     second.save_model()
-    second.record_training()
+    second._record_training()
     assert warning() == ""
     repeated = trainer(4)  # its results replace those of another training of equal length
     repeated.train()

@@ -85,7 +85,7 @@ class LongStep(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 1:
-            self.trainer.step_clock.seconds += 1000
+            self.trainer._step_clock.seconds += 1000
 
 
 class TimedSamples(SampleCompletionsCallback):

@@ -1135,7 +1135,7 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
         trainer.p = [0.1, 0.2]
     assert trainer.p == trainer.rule.p == 0.75
     trainer.p = None  # the rule's own value
-    trainer.prepare_gates()
+    trainer._prepare_gates()
     assert trainer.p == trainer.saved_settings()["p"] == 0.5
     with user_error("`callback` must be a `TrainerCallback`, got 'x'"):
         trainer.add_callback("x")

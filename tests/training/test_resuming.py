@@ -388,7 +388,7 @@ def test_non_finite_gradient_stops_before_the_step(make_trainer):
     assert newest_checkpoint(trainer.args.output_dir).endswith("checkpoint-4")
     model = trainer.model.to(torch.bfloat16)
     with pytest.raises(NonFiniteGradientError, match="`max_grad_norm`, or train in float32"):
-        trainer.stop_callback.on_pre_optimizer_step(trainer.args, trainer.state, None, model)
+        trainer._stop_callback.on_pre_optimizer_step(trainer.args, trainer.state, None, model)
 
 
 def test_non_finite_weights_are_not_saved(make_trainer):
