@@ -23,7 +23,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from loopdropout_trainer.errors import UserError, closest_match, run_script
-from loopdropout_trainer.files import describe_version, find_recipes_of_name, recipe_hint, recipe_names, recipes_folder
+from loopdropout_trainer.files import describe_version, find_recipes_of_name, recipe_names, recipes_folder
+from loopdropout_trainer.hints import recipe_hint
 from loopdropout_trainer.terminal import terminal_columns, wrap_for_terminal
 
 

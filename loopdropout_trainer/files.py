@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import functools
 import json
@@ -10,7 +9,7 @@ import os
 import re
 import stat
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, Timeout
 
 from loopdropout_trainer import __version__
-from loopdropout_trainer.errors import UNWRITABLE, UserError, closest_match, find_write_error, first_line, short_repr
+from loopdropout_trainer.errors import UNWRITABLE, UserError, find_write_error, first_line, short_repr
 
 
 PACKAGE = Path(__file__).parent
@@ -109,157 +108,6 @@ def recipe_names() -> list[str]:
 def find_recipes_of_name(name: str) -> list[str]:
     """Return the package's recipes with a name that may leave out folders, such as `small.yaml` of `studies/small.yaml`."""
     return [recipe for recipe in recipe_names() if f"/{recipe}".endswith(f"/{name}")]
-
-
-def model_hint(name: str) -> str:
-    """Return the end of a message about a model that does not exist: the folder or the name that is nearly the same.
-
-    The names are those of the models of the package's recipes. A name with a slash means a folder first.
-    """
-    found = closest_match(name, ["tiny-ouro"])
-    if found:
-        return found
-    of_recipe = _recipe_of_path(name)
-    if of_recipe:
-        return of_recipe
-    if "/" in name:
-        return folder_hint(name) or _known_model_hint(name)
-    return _known_model_hint(name) or folder_hint(name)
-
-
-def _known_model_hint(name: str) -> str:
-    """Return the end of a message about a model that does not exist, from the models of the package's recipes, or ""."""
-    lines = "\n".join((recipes_folder() / recipe).read_text(encoding="utf-8") for recipe in recipe_names())
-    models = set(re.findall(r"^model_name_or_path: ([\w.-]+/[\w.-]+)", lines, re.MULTILINE))
-    by_name = {model.split("/")[1].lower(): model for model in models}  # the owner of a repository is often left out
-    matches = difflib.get_close_matches(name.rpartition("/")[2].lower(), by_name, n=1, cutoff=0.8)
-    if not matches or by_name[matches[0]] == name:
-        return ""
-    return f" Did you mean {by_name[matches[0]]!r}?"
-
-
-def folder_hint(name: str | Path) -> str:
-    """Return the end of a message about a folder that does not exist: the folder whose path is nearly the same, or ""."""
-    found = _find_similar_folder(Path(name).expanduser())
-    return "" if found is None else f" Did you mean {str(found)!r}?"
-
-
-def _find_similar_folder(path: Path, cutoff: float = 0.6) -> Path | None:
-    """Return the existing folder whose path is nearly the same, or None. Each folder of the path can have a mistake.
-
-    Args:
-        path: Path of a folder.
-        cutoff: Least similarity of the names of two folders, from 0 to 1.
-    """
-    if os.path.isdir(path):  # also of a folder that must not be read
-        return path
-    if path == path.parent:
-        return None
-    parent = _find_similar_folder(path.parent, cutoff)
-    if parent is None:
-        return None
-    if os.path.isdir(parent / path.name):
-        return parent / path.name
-    siblings = [other.name for other in parent.glob("*") if os.path.isdir(other)]
-    matches = difflib.get_close_matches(path.name, sorted(siblings), n=1, cutoff=cutoff)
-    return parent / matches[0] if matches else None
-
-
-_SIMILAR_FILE = 0.75
-"""Least similarity of the names of two files without their endings, of which one can be a mistake for the other."""
-
-
-def _without_ending(file: str) -> str:
-    return str(Path(file.removesuffix(".gz")).with_suffix(""))
-
-
-def find_similar_file(name: str, others: Iterable[str]) -> str | None:
-    """Return the file with nearly the same name, or None. Endings do not count, because they make all names similar."""
-    by_stem: dict[str, list[str]] = {}
-    for other in others:
-        by_stem.setdefault(_without_ending(other), []).append(other)
-    stems = difflib.get_close_matches(_without_ending(name), by_stem, n=1, cutoff=_SIMILAR_FILE)
-    if not stems:
-        return None
-    same = sorted(by_stem[stems[0]])
-    # The one with the ending that is meant, if there are several.
-    nearest = difflib.get_close_matches(name, same, n=1, cutoff=0)
-    return nearest[0]
-
-
-READ_RECIPES: dict[Path, Any] = {}
-"""Content of each recipe that this process has read, by its path as it was given."""
-
-
-def _recipe_of_path(name: str) -> str:
-    """Return the end of a message about a relative path of a recipe that leads there from another folder, or ""."""
-    if Path(name).is_absolute():
-        return ""
-    for recipe, content in READ_RECIPES.items():
-        if _holds_text(content, name):
-            for folder in recipe.absolute().parents:
-                if (folder / name).exists():
-                    return (
-                        f" The recipe {recipe} has this path, which leads to it from {folder}. Run the command there."
-                    )
-    return ""
-
-
-def _holds_text(content: Any, text: str) -> bool:
-    """Return whether a text is among the values of a recipe, also inside of its lists and mappings."""
-    if isinstance(content, dict):
-        content = [*content.values()]
-    if isinstance(content, list):
-        return any(_holds_text(item, text) for item in content)
-    return content == text
-
-
-def file_hint(path: Path, is_readable: Callable[[str], bool]) -> str:
-    """Return the end of a message about a file that does not exist, with a path that is nearly the same, or its recipe.
-
-    Args:
-        path: Path of the file.
-        is_readable: Function that returns whether a file of a name can be meant.
-    """
-    of_recipe = _recipe_of_path(str(path))
-    if of_recipe:
-        return of_recipe
-    folder = _find_similar_folder(path.parent, cutoff=_SIMILAR_FILE)
-    if folder is None:
-        return ""
-    others = [other.name for other in folder.glob("*") if is_readable(other.name)]
-    found = find_similar_file(path.name, others)
-    return "" if found is None else f" Did you mean {str(folder / found)!r}?"
-
-
-def recipe_hint(name: str, others: Iterable[str] = ()) -> str:
-    """Return the end of a message about a recipe that does not exist, from the package's recipes and the names of others.
-
-    The name may lack the folder of the recipe or its ending, or be the name of a folder.
-    """
-    stem = name.removeprefix("recipes/").rstrip("/").removesuffix(".yaml")
-    file = f"{stem}.yaml"
-    recipes, same = recipe_names(), find_recipes_of_name(file)
-    if file in recipes:
-        return f" Did you mean {file!r}?"
-    if len(same) == 1:
-        return f" Did you mean {same[0]!r}?"
-    if same:
-        return f" `loopdropout recipes {file}` lists the recipes of this name."
-    folders = {Path(recipe).parent.as_posix() for recipe in recipes if "/" in recipe}
-    folders -= {recipe.removesuffix(".yaml") for recipe in recipes}  # a misspelled name then means the recipe
-    matches = difflib.get_close_matches(stem, sorted(folders), n=1, cutoff=0.75)
-    if matches:
-        return f" Did you mean the folder {matches[0]!r}? `loopdropout recipes {matches[0]}` lists its recipes."
-    similar = find_similar_file(file, [*others, *recipes])
-    if similar is not None:
-        return f" Did you mean {similar!r}?"
-    stems = {Path(recipe).stem for recipe in recipes}
-    matches = difflib.get_close_matches(Path(stem).name, sorted(stems), n=1, cutoff=0.8)
-    if matches:  # a name without its folder has a mistake
-        return recipe_hint(matches[0])
-    own = "docs/own_data.md in the repository says how to write your own"
-    return f" `loopdropout recipes` lists the recipes of the package, and {own}."
 
 
 TEMPORARY_FILES = (".*.[0-9]*", "*/.*.[0-9]*")

@@ -9,7 +9,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from loopdropout_trainer.errors import UserError, check_name, first_line, hint_at_login, is_unreachable
-from loopdropout_trainer.files import model_hint, model_path
+from loopdropout_trainer.files import model_path
+from loopdropout_trainer.hints import model_hint
 
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*token*")

@@ -24,7 +24,8 @@ from loopdropout_trainer.errors import (
     first_line,
     short_repr,
 )
-from loopdropout_trainer.files import file_hint, model_path, public_name, read_text
+from loopdropout_trainer.files import model_path, public_name, read_text
+from loopdropout_trainer.hints import file_hint
 from loopdropout_trainer.hub import TOKENIZER_FILES, download_files, split_revision
 from loopdropout_trainer.limits import bounded_rendering, check_length, end_rendering, render_chat
 

@@ -29,7 +29,8 @@ import pandas as pd
 
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, Comparison, explain_disagreements
 from loopdropout_trainer.errors import UserError, closest_match, count, docs_page, run_script
-from loopdropout_trainer.files import check_links, file_hint, recipe_names
+from loopdropout_trainer.files import check_links, recipe_names
+from loopdropout_trainer.hints import file_hint
 from loopdropout_trainer.reports.comparing import compare_folders, explain_missing_runs
 from loopdropout_trainer.reports.figure_files import build_figure
 from loopdropout_trainer.reports.figures import loss_curves, loss_figure, overview_figure

@@ -20,7 +20,7 @@ from loopdropout_trainer.data.formats import enumerate_columns
 from loopdropout_trainer.data.mixed_types import warn_of_mixed_types
 from loopdropout_trainer.data.sources import ARCHIVES, COMPRESSIONS, DataSource, file_kind, uncompressed_ending
 from loopdropout_trainer.errors import UserError, hint_at_login, short_repr
-from loopdropout_trainer.files import file_hint
+from loopdropout_trainer.hints import file_hint
 from loopdropout_trainer.limits import check_encoding, check_nesting
 
 

@@ -20,7 +20,6 @@ from loopdropout_trainer.errors import UserError, find_unusable, short_repr
 from loopdropout_trainer.files import (
     checkpoint_step,
     describe_version,
-    folder_hint,
     is_checkpoint,
     lock_file,
     parse_json,
@@ -29,6 +28,7 @@ from loopdropout_trainer.files import (
     sync_files,
     write_file,
 )
+from loopdropout_trainer.hints import folder_hint
 from loopdropout_trainer.settings.field_hints import FORMER_NAMES
 from loopdropout_trainer.settings.recipe import load_recipe
 

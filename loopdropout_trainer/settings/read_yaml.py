@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from loopdropout_trainer.errors import UserError, find_unusable, short_repr
-from loopdropout_trainer.files import READ_RECIPES
+from loopdropout_trainer.hints import READ_RECIPES
 
 
 LARGEST_FILE = 500_000

@@ -19,7 +19,8 @@ from typing import Any
 import yaml
 
 from loopdropout_trainer.errors import UserError, hide_secrets
-from loopdropout_trainer.files import check_links, file_hint, recipe_hint, recipe_names, recipes_folder, write_file
+from loopdropout_trainer.files import check_links, recipe_names, recipes_folder, write_file
+from loopdropout_trainer.hints import file_hint, recipe_hint
 from loopdropout_trainer.settings.command_fields import TRAININGS, find_command_fields, find_fields
 from loopdropout_trainer.settings.field_hints import (
     InnerFields,

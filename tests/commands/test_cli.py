@@ -20,7 +20,8 @@ from helpers.errors import user_error
 from helpers.files import ROOT, load_script
 from helpers.processes import Interpreter, python
 from loopdropout_trainer import __version__, cli, files
-from loopdropout_trainer.files import recipe_hint, recipe_names, recipes_folder
+from loopdropout_trainer.files import recipe_names, recipes_folder
+from loopdropout_trainer.hints import recipe_hint
 
 
 @pytest.fixture(scope="module")

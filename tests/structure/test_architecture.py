@@ -20,6 +20,7 @@ FLOORS = """
 arithmetic bounds memory published_sizes renames terminal
 errors
 blocks files gates limits rewards
+hints
 hub reruns
 gate_state tokenizers
 looped means
