@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.answers import AnswerCache, answer_key
+from loopdropout_trainer.evaluation.arguments import (
+    check_batch_size,
+    check_keywords,
+    check_unused_by_loaded_model,
+    check_unused_by_name,
+)
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gate_labels import label_gates
 from loopdropout_trainer.gates.texts import parse_gates
@@ -45,32 +51,6 @@ logging.getLogger("lm_eval.models.huggingface").addFilter(lambda record: not _WA
 lm_eval.api.model.tqdm = lm_eval.api.task.tqdm = lambda items, **kwargs: items
 
 _GREEDY_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}
-
-
-def _check_batch_size(batch_size: Any) -> None:
-    """Raise UserError unless lm-eval can read a batch size: an integer, also as a text, "auto" or "auto:N"."""
-    words = str(batch_size)
-    if isinstance(batch_size, bool) or not re.fullmatch(r"auto(:\d+(\.\d+)?)?|0*[1-9]\d*", words):
-        raise UserError(f'`batch_size` must be an integer of at least 1, or "auto", got {short_repr(batch_size)}.')
-
-
-def _check_keywords(keywords: Iterable[str]) -> None:
-    """Raise UserError for an argument that neither `LoopedLM` nor lm-eval's `hf` has. lm-eval would ignore it silently."""
-    known = [*inspect.signature(LoopedLM.__init__).parameters, *inspect.signature(HFLM.__init__).parameters]
-    known = [name for name in known if name not in ("self", "kwargs")]
-    for name in keywords:
-        if name not in known:
-            raise UserError(f"`{name}` is not an argument of LoopedLM.{closest_match(name, known)}")
-
-
-def _check_unused(**loading: Any) -> None:
-    """Raise UserError for an argument of the loading of a model that is loaded already."""
-    for name, value in loading.items():
-        if value is not None:
-            raise UserError(
-                f"`{name}` must not be set for a loaded model, on which it has no effect, got {short_repr(value)}. Load the "
-                "model with it, or give the name of the model."
-            )
 
 
 @register_model("looped")
@@ -116,9 +96,11 @@ class LoopedLM(HFLM):
         device: str | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_keywords(kwargs)
+        """Load the model, unless it is loaded already. The class describes the arguments."""
+        check_keywords(kwargs, inspect.signature(LoopedLM.__init__).parameters)
         state = PartialState(cpu=not torch.accelerator.is_available())
         if isinstance(pretrained, str):
+            check_unused_by_name(tokenizer)
             source = find_source_of(pretrained, adapter, revision)
             source.check_run(num_loops, gates)
             device = _choose_device(device, state)
@@ -126,7 +108,7 @@ class LoopedLM(HFLM):
             pretrained = load(source, num_loops=num_loops, **options)
             tokenizer = source.load_tokenizer(chat_template)
         else:
-            _check_unused(
+            check_unused_by_loaded_model(
                 adapter=adapter,
                 revision=revision,
                 dtype=None if dtype == "auto" else dtype,
@@ -135,7 +117,7 @@ class LoopedLM(HFLM):
                 device=device,
             )
         _check_complete(pretrained)
-        _check_batch_size(batch_size)
+        check_batch_size(batch_size)
         lm_eval_options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}
         super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **lm_eval_options)
         self.looped = attach_looped_model(pretrained)

@@ -1,5 +1,6 @@
 """LoopedLM gives the numbers of lm-eval's `hf` at any depth, gates and readout, and works in lm-eval's command line."""
 
+import inspect
 import json
 import math
 
@@ -14,6 +15,7 @@ from helpers.processes import python
 from helpers.tiny import adapted, sharp_hrm, tiny_ouro, varied
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.evaluation import LoopedLM
+from loopdropout_trainer.evaluation.arguments import ADVICE_ON_UNUSED
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model, use_depth
 
@@ -122,6 +124,10 @@ def test_other_options_go_to_transformers(tokenizer):
             "`dtype` must not be set for a loaded model, .* got 'bfloat16'. Load the model with it",
         ),
         ({"device": "cpu"}, "`device` must not be set for a loaded model"),
+        ({"depth": 8}, "`depth` is not an argument of LoopedLM. Did you mean 'num_loops'?"),
+        ({"peft": "adapter"}, "`peft` has no effect on a `LoopedLM`, got 'adapter'. Use `adapter`."),
+        ({"trust_remote_code": True}, "`trust_remote_code` has no effect .* without remote code."),
+        ({"parallelize": True}, "`parallelize` has no effect .* Use several of them by `accelerate launch -m`."),
         ({"max_length": 16}, "`max_new_tokens` must be less than 16, got 16"),
     ],
 )
@@ -129,6 +135,26 @@ def test_invalid_settings_raise(tokenizer, options, message):
     with user_error(message):
         lm = LoopedLM(tiny_ouro(), tokenizer, **options)
         lm.generate_until(requests("generate_until", [("a", {"max_gen_toks": 16})]))
+
+
+def test_arguments_of_lm_eval_have_an_effect_or_raise(tokenizer, tmp_path):
+    """A new argument of lm-eval's `hf` fails here, until somebody decides whether a `LoopedLM` uses it."""
+    of_lm_eval = inspect.signature(HFLM.__init__).parameters
+    own = inspect.signature(LoopedLM.__init__).parameters
+    used = {"backend", "truncation", "logits_cache", "max_length", "softmax_dtype", "mixed_precision_dtype"}
+    used |= {"max_batch_size", "add_bos_token", "prefix_token_id"}
+    used |= {"think_end_token", "enable_thinking", "chat_template_args"}
+    assert {*of_lm_eval} - {*own} == used | {*ADVICE_ON_UNUSED}
+    model, folder = tiny_ouro(), str(tmp_path / "missing")
+    for name in ADVICE_ON_UNUSED:
+        for where in ({"pretrained": model, "tokenizer": tokenizer}, {"pretrained": folder}):
+            with user_error(f"`{name}` has no effect on a `LoopedLM`, got 'value'"):
+                LoopedLM(**where, **{name: "value"})
+    defaults = {name: of_lm_eval[name].default for name in ADVICE_ON_UNUSED}
+    LoopedLM(model, tokenizer, **defaults)
+    with user_error("`tokenizer` must not be set for the name of a model, .* got 'value'"):
+        LoopedLM(folder, tokenizer="value")
+    assert "peft" not in inspect.getdoc(LoopedLM.__init__)
 
 
 KINDS = {
