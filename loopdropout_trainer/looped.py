@@ -85,7 +85,7 @@ class LoopedModelMixin:
         trained_with: Training settings of the active adapter, which are saved with it.
         run_folder: Folder with the results of that training, or None if it is not known.
         trained_adapter: Name of the adapter that a trainer has trained last, or None.
-        loaded_adapter: Folder or Hub name of the adapter that the model was loaded with to train it, until it is trained.
+        loaded_adapter: Folder or Hub name that the active adapter was loaded from to train it, until it is trained.
         adapter_source: The adapter that the model was loaded with, which knows its tokenizer (`saving.facts.Source`), or None.
         training_tokenizer: Tokenizer of the trainer that the model was given to last, or None.
         base_revision: Commit of the repository on the Hub that the model was loaded from, or None if it is not known.
@@ -99,7 +99,7 @@ class LoopedModelMixin:
     trained_with = _OfActiveAdapter(MappingProxyType({}))
     run_folder = _OfActiveAdapter(None)
     trained_adapter: str | None = None
-    loaded_adapter: str | None = None
+    loaded_adapter = _OfActiveAdapter(None)
     adapter_source: Any = None
     training_tokenizer: Any = None
     base_revision: str | None = None
@@ -120,6 +120,13 @@ class LoopedModelMixin:
             if settings.get("training_id") is not None:
                 return settings
         return {}
+
+    def adapter_of_training(self, training_id: str | None) -> str | None:
+        """Return the name of the adapter that a training has trained last, or None if its weights are not on the model."""
+        for adapters, settings in LoopedModelMixin.trained_with.values(self).items():
+            if adapters and training_id is not None and settings.get("training_id") == training_id:
+                return adapters[0]
+        return None
 
     def recurrent_layers(self) -> Iterable[nn.Module]:
         """Return the modules that run in every loop."""

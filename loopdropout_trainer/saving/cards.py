@@ -151,7 +151,8 @@ def _make_metadata(model: PeftModel, fields: CardFields, is_merged: bool) -> Mod
 def _describe_training(model: PeftModel, fields: CardFields, merged_scale: float | None) -> dict[str, Any]:
     """Return the known facts about an adapter and its training, by their names in the table of the card."""
     looped, settings = find_looped_model(model), _training_settings(model)
-    lora, trained_loops = model.peft_config[model.active_adapters[0]], settings.get("num_loops", looped.num_loops)
+    adapter = model.active_adapters[0]
+    lora, trained_loops = model.peft_config[adapter], settings.get("num_loops", looped.num_loops)
     # An adapter is loaded at its depth of training, and a merged model at the depth that its configuration has got now.
     num_loops = trained_loops if merged_scale is None else looped.num_loops
     rule, depths = settings.get("rule"), settings.get("depths") or [trained_loops]
@@ -160,7 +161,9 @@ def _describe_training(model: PeftModel, fields: CardFields, merged_scale: float
     is_scaled = merged_scale not in (None, 1)
     loss = f"Held-out loss ({unit_of_objective(settings.get('objective'))})"
     public_names = ", ".join(str(name_on_cards(name)) for name in fields.dataset_names)
+    is_in_subfolder = merged_scale is None and adapter != "default"
     facts = {
+        "Subfolder of the adapter": f"`{adapter}`" if is_in_subfolder else None,
         "Base model": public_base_name(model),
         "Commit of the base model": getattr(looped, "base_revision", None),
         "License of the base model": _license_of(base_name(model)).get("license"),

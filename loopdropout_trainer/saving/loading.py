@@ -312,7 +312,6 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
     check_peft_config(config)
     check_base(source, model)
     looped = attach_looped_model(model)
-    looped.loaded_adapter = source.name if is_trainable else None
     looped.adapter_source, looped.training_tokenizer = source, None
     add_end_tokens(looped, metadata.get("eos_token_id") or [])
     num_loops = looped.num_loops
@@ -333,10 +332,9 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
         raise UserError(
             f"The adapter in {folder} does not fit this model: {first_line(error)} {hint}".strip()
         ) from error
-    looped.trained_with, looped.run_folder = (
-        metadata,
-        str(source.results_folder),
-    )  # of this adapter, and of no later one
+    # They belong to this adapter, and to no later one, because it is active now.
+    looped.trained_with, looped.run_folder = metadata, str(source.results_folder)
+    looped.loaded_adapter = source.name if is_trainable else None
     return adapted
 
 

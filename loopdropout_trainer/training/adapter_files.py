@@ -122,6 +122,7 @@ class AdapterFilesMixin:
         else:
             warn_of_untrained(self.model, folder, merges=False)
             self._warn_of_other_trainer(folder)
+            self._warn_of_several_adapters(folder)
             with saving(folder, adapter_patterns(self.model.peft_config)):
                 self._save_adapter(output_dir, _internal_call)
             if not _internal_call:
@@ -131,8 +132,15 @@ class AdapterFilesMixin:
                 write_model_card(folder, self.model, card)
 
     def _warn_of_other_trainer(self, folder: str) -> None:
-        """Warn if another trainer has trained the model since this one, so that its results are of other weights."""
-        present = self.looped.trained_with
+        """Warn if the active adapter has other weights than those that this trainer's results are of."""
+        present, active = self.looped.trained_with, self.model.active_adapters[0]
+        own = self.looped.adapter_of_training(self.training_id)
+        if own in self.model.peft_config and own != active:
+            logger.warning(
+                f"{folder} gets the settings and the card of the adapter {active!r}, which is active, but the last training of "
+                f"this trainer has trained {own!r}. To save that one, activate it by `trainer.model.set_adapter({own!r})`."
+            )
+            return
         if self.training_id is None or present.get("training_id") in (None, self.training_id):
             return
         newest = newest_checkpoint(self.args.output_dir)
@@ -143,6 +151,16 @@ class AdapterFilesMixin:
             f"The weights that {folder} gets are not those of this trainer's training, because another trainer has trained "
             f"its model since: {describe_training(present)}. {fix}"
         )
+
+    def _warn_of_several_adapters(self, folder: str) -> None:
+        """Warn if PEFT saves another adapter in the folder itself, which plain PEFT loads from there."""
+        active = self.model.active_adapters[0]
+        if active != "default" and "default" in self.model.peft_config:
+            logger.warning(
+                f"The adapter {active!r} is saved in {adapter_folder(folder, active)}, and {folder} itself holds the adapter "
+                f"'default', as PEFT saves several adapters. `load_model` loads {active!r} from {folder}, but PEFT needs the "
+                "subfolder."
+            )
 
     def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
         folder = output_dir or self.args.output_dir

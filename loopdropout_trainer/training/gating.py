@@ -191,7 +191,8 @@ class GatingMixin:
             callback.trainer, callback.rule = self, self.rule
         if self.looped.trained_with.get("training_id") is None:  # else the weights still come from that training
             self.start = find_start(self.model)
-            self.looped.trained_with = self.saved_settings()
+            # This trainer may have trained another adapter of the model before.
+            self.looped.trained_with = {**self.saved_settings(), "training_id": None}
 
     def _check_depths(self) -> None:
         """Raise UserError if the model or the rule cannot train at the depths of `args`."""

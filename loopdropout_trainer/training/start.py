@@ -59,7 +59,7 @@ def find_start(
     if looped.loaded_adapter is not None:
         return {"initial_adapter": looped.loaded_adapter}
     former = looped.trained_with  # settings of the last training of this adapter
-    if former.get("training_id") is not None and looped.trained_adapter == adapter:
+    if former.get("training_id") is not None:
         return _add_training(_read_start(former), _describe_former(former))
     if has_zero_init:  # another program has trained it, or loaded its weights, without a record
         return _add_training({}, "not known, but the update is not zero")

@@ -726,6 +726,7 @@ def test_each_of_two_adapters_keeps_its_training(train, tmp_path, log):
     first = train(max_steps=1)
     model, looped, ids = first.model, first.looped, torch.arange(2, 20).view(2, 9)
     measure = lambda: [row.get("method") for row in depth_matrix(model, [{"input_ids": ids, "labels": ids}], [4])]
+    says = "which is active, but the last training of this trainer has trained "
     model.add_adapter("second", default_peft_config(model.get_base_model(), r=2))
     model.set_adapter("second")
     assert set(measure()) == {None}
@@ -742,6 +743,18 @@ def test_each_of_two_adapters_keeps_its_training(train, tmp_path, log):
     assert set(measure()) == {None}
     model.set_adapter("second")
     assert looped.trained_with["training_id"] == second.training_id
+    log.clear()
+    first.save_model(tmp_path / "both")
+    assert f"gets the settings and the card of the adapter 'second', {says}'default'" in log.text
+    assert f"'second' is saved in {tmp_path / 'both' / 'second'}, and {tmp_path / 'both'} itself holds" in log.text
+    assert "another trainer" not in log.text and "| Subfolder of the adapter | `second` |" in (tmp_path / "both" / "README.md").read_text()
+    log.clear()
+    second.save_model()
+    assert says not in log.text
+    model.set_adapter("default")
+    trained_before = describe_training(looped.trained_with)
+    second.train()
+    assert second.start["earlier_trainings"] == [trained_before] and looped.trained_with["p"] is None
     loaded = load_adapter(tiny_ouro(num_hidden_layers=1), tmp_path / "saved")
     assert find_looped_model(loaded).trained_with["rule"] == "loop_dropout"
     loaded.add_adapter("new", default_peft_config(loaded.get_base_model(), r=2))
