@@ -145,6 +145,8 @@ class LoopDropoutHandle:
         check_trainable(model)
         self.looped = attach_looped_model(model)
         self._known_rules: dict[str, GateRule] = {}
+        self._faulty_rules: set[type[GateRule]] = set()
+        self.physical_layers: list[int] = []
         self.rule = rule
         layers = adapted_layers(model)
         self._before = _variants(layers)
@@ -156,9 +158,7 @@ class LoopDropoutHandle:
                 variant.gate_state = self.gate_state  # gates of the adapters that `set_adapter` activates later
         self.model = model
         self._number_layers()
-        fault = find_fault(rule, self.looped.num_loops, self.physical_layers, seed=self.seed)
-        if fault is not None and _process_index() == 0:
-            logger.warning(fault.warning)
+        self._warn_of_fault()
         backbone = self.looped.base_model
         self._hooks = [
             backbone.register_forward_pre_hook(self._draw_gates, with_kwargs=True, prepend=True),
@@ -198,6 +198,20 @@ class LoopDropoutHandle:
         rule = _as_drawing_rule(rule, self._known_rules)
         rule.check(self.looped.num_loops)
         self._rule = self._known_rules[rule.name] = rule
+        if self.physical_layers:  # else `__init__` finds them first
+            self._warn_of_fault()
+
+    def _warn_of_fault(self) -> None:
+        """Warn of the faults of a user's rule, once for its class, because a training loop may set `p` at each step."""
+        kind = type(self.rule)
+        if kind in self._faulty_rules:
+            return
+        fault = find_fault(self.rule, self.looped.num_loops, self.physical_layers, seed=self.seed)
+        if fault is None:
+            return
+        self._faulty_rules.add(kind)
+        if _process_index() == 0:
+            logger.warning(fault.warning)
 
     @property
     def p(self) -> float | tuple[float, ...] | None:

@@ -21,11 +21,11 @@ _TOLERANCE = 0.02
 
 
 class RuleFault(NamedTuple):
-    """A fault of a user's rule.
+    """The faults of a user's rule.
 
     Attributes:
-        warning: Sentences about it.
-        means: Mean gate of each loop, [K], if the fault is that they are not 1, else empty.
+        warning: Sentences about them.
+        means: Mean gate of each loop, [K], if they are not 1, else empty.
         num_examples: Number of examples that the means were measured on.
     """
 
@@ -37,7 +37,7 @@ class RuleFault(NamedTuple):
 def find_fault(
     rule: GateRule, num_loops: int, layers: Sequence[int], batch_size: int = 16, seed: int = 0
 ) -> RuleFault | None:
-    """Return the fault of a user's rule with its measured mean gates, or None if they are 1 and can be drawn again.
+    """Return the faults of a user's rule with its measured mean gates, or None if they are 1 and can be drawn again.
 
     The rules of this package are tested, and a rule with `has_unit_mean = False` has another mean on purpose. The measurement
     draws from a copy of the rule, and leaves its state and torch's random state on the CPU unchanged.
@@ -51,22 +51,26 @@ def find_fault(
     """
     if is_packaged(type(rule)) or not rule.has_unit_mean:
         return None
+    warnings = []
     if not _draws_again(rule, num_loops, layers, batch_size, seed):
-        return RuleFault(
+        warnings.append(
             f"The rule {rule.name!r} must draw the same gates for the same `draw`, but two calls of `sample` differ, so a "
             "resumed training would have other gates. Draw random numbers by `draw.uniforms` or `draw.normals`, and not from "
             "the random state of torch, numpy or Python."
         )
     means, num_examples = measure_mean(rule, num_loops, layers, batch_size, seed)  # [steps, K]
     mean, error = means.mean(dim=0), means.std(dim=0) / math.sqrt(len(means))  # [K]
-    if not bool(((mean - 1).abs() > _TOLERANCE + 5 * error).any()):
+    wrong_means = []
+    if bool(((mean - 1).abs() > _TOLERANCE + 5 * error).any()):
+        wrong_means = mean.tolist()
+        warnings.append(
+            f"The gates of the rule {rule.name!r} must have the mean 1, because all gates are 1 at inference, but over "
+            f"{num_examples:,} examples it is {name_means(mean.tolist())}. Divide the gates by their mean, or write "
+            f"`has_unit_mean = False` in the class {type(rule).__name__} if another scale is meant."
+        )
+    if not warnings:
         return None
-    warning = (
-        f"The gates of the rule {rule.name!r} must have the mean 1, because all gates are 1 at inference, but over "
-        f"{num_examples:,} examples it is {name_means(mean.tolist())}. Divide the gates by their mean, or write "
-        f"`has_unit_mean = False` in the class {type(rule).__name__} if another scale is meant."
-    )
-    return RuleFault(warning, mean.tolist(), num_examples)
+    return RuleFault(" ".join(warnings), wrong_means, num_examples)
 
 
 def name_means(means: Iterable[float]) -> str:

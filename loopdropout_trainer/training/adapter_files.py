@@ -137,8 +137,8 @@ class AdapterFilesMixin:
         own = self.looped.adapter_of_training(self.training_id)
         if own in self.model.peft_config and own != active:
             logger.warning(
-                f"{folder} gets the settings and the card of the adapter {active!r}, which is active, but the last training of "
-                f"this trainer has trained {own!r}. To save that one, activate it by `trainer.model.set_adapter({own!r})`."
+                f"{folder} gets the settings and the card of the adapter {active!r}, which is active, but the last training "
+                f"of this trainer has trained {own!r}. To save that one, activate it by `trainer.model.set_adapter({own!r})`."
             )
             return
         if self.training_id is None or present.get("training_id") in (None, self.training_id):

@@ -374,6 +374,13 @@ def test_mean_gate_of_own_rule_is_measured(train, log, factor, has_unit_mean):
     log.clear()
     loop_dropout(with_adapter(), rule=rule)
     assert ("must have the mean 1" in log.text) is is_wrong
+    log.clear()
+    handle = loop_dropout(with_adapter())
+    handle.rule = rule
+    assert ("must have the mean 1" in log.text) is is_wrong
+    log.clear()
+    handle.rule = rule  # as a training loop that sets it at each step
+    assert log.text == ""
     assert is_wrong is (find_fault(rule, K, physical_layers(with_adapter())) is not None)
     assert is_wrong is (find_fault(rule, K, [0], batch_size=5000) is not None)  # one batch has enough examples
     torch.manual_seed(0)
@@ -394,5 +401,9 @@ def test_rule_of_a_global_random_state_warns(make_sft, log):
     loop_dropout(with_adapter(), rule=Global())
     says = "The rule 'global' must draw the same gates for the same `draw`, but two calls of `sample` differ"
     assert says in log.text and "`draw.uniforms`" in log.text and "the mean 1" not in log.text
+    Global.sample = lambda self, draw: (torch.rand(draw.num_loops, len(draw.example_ids)) < 0.5).float()
+    fault = find_fault(Global(), K, [0])
+    assert says in fault.warning and "The gates of the rule 'global' must have the mean 1" in fault.warning
+    assert fault.means == pytest.approx([0.5] * K, abs=0.05)
     with user_error("`rule` must be a rule with `@register_rule`, got "):
         make_sft().rule = Global()

@@ -321,6 +321,10 @@ def test_unmergeable_adapters_raise(train, tmp_path, rule, message):
         load_script("recipes/merge.py").main([trainer.args.output_dir])
     card = card_of(trainer.args.output_dir)
     assert "parameters of its own for each loop" in card and "merge_and_save" not in card
+    assert (
+        "Load it with `load_model` or `load_adapter` of loopdropout-trainer, because plain PEFT loads it without"
+        in card
+    )
 
 
 def test_equal_learned_gates_are_merged(make_sft, tmp_path, base, capsys):

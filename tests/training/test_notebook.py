@@ -747,7 +747,10 @@ def test_each_of_two_adapters_keeps_its_training(train, tmp_path, log):
     first.save_model(tmp_path / "both")
     assert f"gets the settings and the card of the adapter 'second', {says}'default'" in log.text
     assert f"'second' is saved in {tmp_path / 'both' / 'second'}, and {tmp_path / 'both'} itself holds" in log.text
-    assert "another trainer" not in log.text and "| Subfolder of the adapter | `second` |" in (tmp_path / "both" / "README.md").read_text()
+    assert (
+        "another trainer" not in log.text
+        and "| Subfolder of the adapter | `second` |" in (tmp_path / "both" / "README.md").read_text()
+    )
     log.clear()
     second.save_model()
     assert says not in log.text
