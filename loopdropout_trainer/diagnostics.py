@@ -25,7 +25,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import label_example, remove_calculations
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.gate_labels import label_gates
+from loopdropout_trainer.gate_labels import find_gates_of_block, label_gates
 from loopdropout_trainer.looped import (
     LoopedModelMixin,
     attach_looped_model,
@@ -178,7 +178,8 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
         check_num_loops(depth, "depths")
     if isinstance(model, PeftModel) and kind_of(model, model.active_adapters[0]).one_depth:
         depths = [num_loops]
-    labels = {depth: label_gates(model, depth) for depth in depths}
+    gates_of_block = find_gates_of_block(model, max(depths))
+    labels = {depth: label_gates(model, depth, gates_of_block) for depth in depths}
     with use_depth(model, max(depths)):
         scores = score_readouts(model, batches)  # the readout of loop t is the output of a run with t loops
     results = []

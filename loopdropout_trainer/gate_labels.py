@@ -24,12 +24,13 @@ def label_gates(model: nn.Module, num_loops: int, gates: Sequence[float] | None 
         loop 2 only, else the gates, such as "1-0.5-0-0".
 
     Raises:
-        UserError: If the measurement runs inside a block of `use_gates` whose gates differ between examples or modules.
+        UserError: If the measurement runs inside a block of `use_gates` whose gates differ between examples or
+            modules, or do not fit its depth.
     """
     if not is_enabled(model):
         return "none"
     if gates is None:
-        gates = _find_gates_of_block(model)
+        gates = find_gates_of_block(model, num_loops)
     if gates is None or all(gate == 1 for gate in gates):
         return "unit"
     gates = list(gates)[:num_loops]
@@ -39,8 +40,12 @@ def label_gates(model: nn.Module, num_loops: int, gates: Sequence[float] | None 
     return "-".join(f"{gate:g}" for gate in gates)
 
 
-def _find_gates_of_block(model: nn.Module) -> list[float] | None:
-    """Return the gates [K] of the innermost block of `use_gates` that runs, or None for unit gates."""
+def find_gates_of_block(model: nn.Module, num_loops: int) -> list[float] | None:
+    """Return the gates [K] of the innermost block of `use_gates` that runs, or None for unit gates.
+
+    Raises:
+        UserError: If the gates differ between examples or modules, or if there is not one for each of K loops.
+    """
     batch = find_looped_model(model).gate_state.batch
     if batch.gates is None or batch.rule is not None:  # those that a trainer has drawn apply to no measurement
         return None
@@ -49,4 +54,5 @@ def _find_gates_of_block(model: nn.Module) -> list[float] | None:
             "Inside a block of `use_gates`, a measurement must have one gate for each loop, which its results name, got gates "
             f"of shape {list(batch.gates.shape)}. Give gates [K], or measure outside of the block."
         )
+    batch.check_depth(num_loops)
     return batch.gates.detach().flatten().tolist()

@@ -76,6 +76,7 @@ class GatedBatch:
         options: Optimizations that the model may use.
         rule: Rule that drew the gates, or None.
         num_examples: Number of examples that the gates were drawn for, or None if they are for any number.
+        of_block: Whether the gates are those of a block of `use_gates`. They must have one row for each loop that runs.
         sampled: The gates as they were given, also if all are one.
         active: [K][N], whether an example has an active gate in a loop. None for unit gates, and if an update can have an
             effect or a gradient although its gate is zero.
@@ -90,6 +91,7 @@ class GatedBatch:
     options: BatchOptions = BatchOptions()
     rule: Any = None
     num_examples: int | None = None
+    of_block: bool = False
     sampled: Tensor | None = field(init=False, default=None)
     active: list[list[bool]] | None = field(init=False, default=None)
     unused_modules: list[bool] = field(init=False, default_factory=list)
@@ -174,6 +176,14 @@ class GatedBatch:
             "`draw_gates` has set them for training. Return to unit gates by `trainer.gate_state.reset()`, or run batches "
             "with other examples inside `use_gates`."
         )
+
+    def check_depth(self, num_loops: int) -> None:
+        """Raise UserError if the gates of a block do not have one row for each of K loops."""
+        if self.of_block and self.gates is not None and len(self.gates) != num_loops:
+            raise UserError(
+                f"`gates` of a block of `use_gates` must have one number for each of the {num_loops} loops that run, got "
+                f"{len(self.gates)}. Begin a block of `use_depth` before it, or give a `LoopedLM` its own `gates`."
+            )
 
     def check_loop(self, index: int) -> None:
         """Raise UserError if the gates have no row for a loop."""
@@ -285,13 +295,15 @@ class GateState:
         """Whether a trainer has drawn the current gates, of which one differs from 1."""
         return self.batch.gates is not None and self.batch.rule is not None
 
-    def begin_pass(self) -> None:
-        """Note that a pass begins.
+    def begin_pass(self, num_loops: int) -> None:
+        """Note that a pass of K loops begins.
 
         Raises:
-            UserError: For a pass that runs again and may belong to other gates (`Reruns`), and for inference under the gates
-                that a trainer has drawn, outside of `train()` and of a loss.
+            UserError: If the gates of a block are for another number of loops. For a pass that runs again and may belong to
+                other gates (`Reruns`), and for inference under the gates that a trainer has drawn, outside of `train()` and
+                of a loss.
         """
+        self.batch.check_depth(num_loops)
         # The mode of the model tells nothing, because it stays in training mode after a training.
         is_inference = not (torch.is_grad_enabled() or self.must_draw or self.computes_loss)
         if is_inference and self.is_drawn and not is_checkpointed():  # whose first run may have no gradient
@@ -400,8 +412,19 @@ class GateState:
 @contextmanager
 def applied_gates(state: GateState, gates: Tensor | None, token_examples: Tensor | None = None) -> Iterator[None]:
     """Apply gates inside the block and restore the former gates after it."""
-    batch = GatedBatch(gates, token_examples)
+    batch = GatedBatch(gates, token_examples, of_block=True)
     with state.blocks.setting(state, batch=batch, running=batch.loop(0)):
+        yield
+
+
+@contextmanager
+def cut_gates(state: GateState, num_loops: int) -> Iterator[None]:
+    """Apply the first K gates of a block of `use_gates` inside this block, for passes with fewer loops. Others stay."""
+    batch = state.batch
+    if not batch.of_block or batch.gates is None:
+        yield
+        return
+    with applied_gates(state, batch.gates[:num_loops], batch.token_examples):
         yield
 
 
@@ -434,78 +457,3 @@ def find_examples(inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor
         return [(0, segment) for segment in range(int(starts.sum()))], token_examples
     ids = inputs["example_ids"].tolist()
     return ids, token_examples.clamp(max=len(ids) - 1)  # padding counts as part of the last example
-
-
-def check_token_examples(token_examples: Any, num_examples: int) -> None:
-    """Raise UserError unless `token_examples` is None or an integer tensor [B, S] with values from 0 to N - 1."""
-    if token_examples is None:
-        return
-    is_index = torch.is_tensor(token_examples) and token_examples.dtype in (torch.int64, torch.int32)
-    if not is_index or token_examples.dim() != 2:
-        got = short_repr(token_examples)
-        if torch.is_tensor(token_examples):
-            got = f"{token_examples.dtype} of shape {[*token_examples.shape]}"
-        raise UserError(f"`token_examples` must be a tensor [B, S] of integers, got {got}.")
-    low, high = int(token_examples.min()), int(token_examples.max())
-    if num_examples > 1 and not 0 <= low <= high < num_examples:
-        raise UserError(
-            f"`token_examples` must be from 0 to {num_examples - 1}, because `gates` have {num_examples} columns, got values "
-            f"from {low} to {high}."
-        )
-
-
-def as_gate_matrix(
-    gates: Any, num_loops: int, num_modules: int, num_examples: int | None = None, name: str = "`gates`"
-) -> Tensor:
-    """Return gates as a finite floating-point tensor [K, N] or [K, N, M].
-
-    Args:
-        gates: Gates [K], [K, N] or [K, N, M], where N may be 1 for all examples.
-        num_loops: Recurrence depth K.
-        num_modules: Number M of adapted modules.
-        num_examples: Number N of examples. None: any number.
-        name: Subject of the error messages.
-
-    Raises:
-        UserError: If the gates have another shape, or are not finite real numbers.
-    """
-    value = gates
-    try:
-        gates = torch.as_tensor(gates)
-    except (TypeError, ValueError, RuntimeError):
-        raise UserError(
-            f"{name} must be numbers, one for each of the K = {num_loops} loops, got {short_repr(value)}."
-        ) from None
-    if gates.dim() == 0:
-        number = short_repr(value)
-        raise UserError(
-            f"{name} must have one number for each of the K = {num_loops} loops, got {number}. For one gate in all loops, "
-            f"write `[{number}] * {num_loops}`. A drop probability belongs in `loop_dropout(model, p)`."
-        )
-    if gates.is_complex() or gates.is_meta:
-        raise UserError(f"{name} must be real numbers, got {gates.dtype} on the device {gates.device}.")
-    if not gates.is_floating_point():
-        gates = gates.to(torch.float32)
-    shape = [*gates.shape]
-    if gates.dim() == 1:
-        gates = gates.unsqueeze(1)
-    if not _is_gate_shape(gates.shape, num_loops, num_modules, num_examples):
-        examples = "N examples" if num_examples is None else f"N = {num_examples} examples"
-        raise UserError(
-            f"{name} must have shape [K], [K, 1], [K, N] or [K, N, M] with K = {num_loops} loops, {examples} and "
-            f"M = {num_modules} adapted modules, got the shape {shape}."
-        )
-    if not bool(torch.isfinite(gates.detach()).all()):
-        raise UserError(f"{name} must be finite numbers, got {short_repr(value)}.")
-    return gates
-
-
-def _is_gate_shape(shape: Sequence[int], num_loops: int, num_modules: int, num_examples: int | None) -> bool:
-    """Return whether a shape is [K, N] or [K, N, M]. `num_examples`: as in `as_gate_matrix`."""
-    if len(shape) not in (2, 3) or 0 in shape:
-        return False
-    if shape[0] != num_loops:
-        return False
-    if len(shape) == 3 and shape[2] != num_modules:
-        return False
-    return num_examples is None or shape[1] in (1, num_examples)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, closest_match, count, short_repr
-from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
+from loopdropout_trainer.gate_state import GatedBatch, find_examples
+from loopdropout_trainer.gate_values import as_gate_matrix
 from loopdropout_trainer.gates import Draw, GateRule, change_p, make_rule
 from loopdropout_trainer.gates.rule import as_rule
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loopdropout_trainer.gate_state import as_gate_matrix
+from loopdropout_trainer.gate_values import as_gate_matrix
 from loopdropout_trainer.gates.rule import Draw, GateRule, is_packaged
 
 

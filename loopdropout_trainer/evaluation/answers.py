@@ -36,6 +36,7 @@ logger = logging.get_logger(__name__)
 
 _UNREAD_CONFIG = {"_name_or_path", "transformers_version", "use_cache"}
 _UNREAD_SETTINGS = {"batch_size_per_gpu", "batch_schedule", "batch_sizes", "max_batch_size", "logits_cache"}
+_UNREAD_SETTINGS |= {"given_num_loops", "given_gates"}  # `num_loops` and `gates` follow from them
 _UNREAD_SETTINGS |= {"pretrained", "revision", "delta", "peft", "_rank", "_world_size", "answers"}
 _UNREAD_ATTRIBUTES = {
     "_is_hf_initialized",
@@ -95,7 +96,7 @@ def _settings(lm: LoopedLM) -> dict[str, Any]:
     """Return the settings of the class and of lm-eval that are plain values."""
     settings = _without(_plain_attributes(lm), _UNREAD_SETTINGS)
     derived = {"max_length": lm.max_length, "max_gen_toks": lm.max_gen_toks, "prefix": lm.prefix_token_id}
-    return {**settings, **derived, **lm.columns, "softmax_dtype": str(lm.softmax_dtype)}
+    return {**settings, **derived, **lm.columns, "own_gates": lm.gates, "softmax_dtype": str(lm.softmax_dtype)}
 
 
 def _gates_in_force(lm: LoopedLM) -> list | None:

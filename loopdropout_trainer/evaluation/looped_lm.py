@@ -35,6 +35,7 @@ from loopdropout_trainer.evaluation.arguments import (
 )
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gate_labels import label_gates
+from loopdropout_trainer.gate_state import cut_gates
 from loopdropout_trainer.gates.texts import parse_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.limits import rendering_error
@@ -63,7 +64,7 @@ class LoopedLM(HFLM):
         pretrained: Looped model with or without an adapter, or its folder or Hub name.
         tokenizer: Tokenizer of a loaded model.
         batch_size: Number of requests that a process computes at a time.
-        num_loops: Recurrence depth K. Default: the model's own.
+        num_loops: Recurrence depth K. Default: the model's own, or the depth of a block of `use_depth` around the evaluation.
         gates: Gates [K] of the adapter, or a string such as "1-0-0-0". Default: unit gates, or the gates of a block of
             `use_gates` around the evaluation. Results name the gates.
         readout: Loop (from 1) whose readout gives the logits. Default: the last loop.
@@ -121,18 +122,16 @@ class LoopedLM(HFLM):
         lm_eval_options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}
         super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **lm_eval_options)
         self.looped = attach_looped_model(pretrained)
-        if num_loops is None:
-            num_loops = self.looped.num_loops
-        check_num_loops(num_loops)
-        self.num_loops = num_loops
-        self.gates = parse_gates(gates, self.num_loops)
+        if num_loops is not None:
+            check_num_loops(num_loops)
+        self.given_num_loops = num_loops
+        self.given_gates = gates
         self.readout = readout
         self.answers: AnswerCache | None = None
         self._context_lengths: dict[tuple[int, ...], int] = {}
         if self.gates and not is_enabled(pretrained):
             raise UserError("`gates` must not be set for a model without an adapter, or whose adapter is disabled.")
-        if readout is not None and not 1 <= readout <= self.num_loops:
-            raise UserError(f"`readout` must be a loop from 1 to {self.num_loops}, got {readout}.")
+        self._check_readout()
 
     def __repr__(self) -> str:
         name = public_name(self.looped.config.name_or_path) or "a model"
@@ -152,6 +151,22 @@ class LoopedLM(HFLM):
         return PartialState().num_processes
 
     @property
+    def num_loops(self) -> int:
+        """Recurrence depth K of the next evaluation."""
+        if self.given_num_loops is not None:
+            return self.given_num_loops
+        return self.looped.num_loops
+
+    @property
+    def gates(self) -> list[float] | None:
+        """Own gates [K] of the next evaluation. None: unit gates, or those of a block of `use_gates`."""
+        return parse_gates(self.given_gates, self.num_loops)
+
+    def _check_readout(self) -> None:
+        if self.readout is not None and not 1 <= self.readout <= self.num_loops:
+            raise UserError(f"`readout` must be a loop from 1 to {self.num_loops}, got {self.readout}.")
+
+    @property
     def columns(self) -> dict[str, Any]:
         """The columns of results that describe the depth, the gates and the readout."""
         gates = label_gates(self.model, self.num_loops, self.gates)
@@ -166,17 +181,20 @@ class LoopedLM(HFLM):
     def _running(self) -> Iterator[None]:
         """Run the model at its depth and under its gates, with a cache of keys and values for generation only.
 
-        The readout after loop t is the output of t loops.
+        The readout after loop t is the output of t loops. Inside of it, `num_loops` is that of the pass.
         """
+        self._check_readout()
         depth = self.readout or self.num_loops
-        gates = None
-        if self.gates is not None:
-            gates = self.gates[:depth]
+        gates, state = self.gates, self.looped.gate_state
+        if gates is None:
+            state.batch.check_depth(self.num_loops)
+        else:
+            gates = gates[:depth]
         config = self.looped.config
         use_cache = config.use_cache
         config.use_cache = False  # generation asks for a cache itself
         try:
-            with use_depth(self.model, depth), use_gates(self.model, gates):
+            with use_depth(self.model, depth), cut_gates(state, depth), use_gates(self.model, gates):
                 yield
         finally:
             config.use_cache = use_cache
@@ -265,9 +283,12 @@ class LoopedLM(HFLM):
             hook.remove()
 
     def generate_until(self, requests, disable_tqdm=False):
-        return self._complete("generate_until", requests, lambda missing: self._generate(missing, disable_tqdm))
+        place = f"K = {self.num_loops}, gates: {self.columns['gates']}"
+        if disable_tqdm or self.rank != 0:
+            place = None
+        return self._complete("generate_until", requests, lambda missing: self._generate(missing, place))
 
-    def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
+    def _generate(self, requests: list[Instance], place: str | None) -> list[str]:
         """Return the texts of requests, of which each group with the same options runs together."""
         groups = Collator(requests, lambda _: 0, lambda request: request.args[1], group_by="gen_kwargs")
         answers = []
@@ -275,12 +296,12 @@ class LoopedLM(HFLM):
             options = normalize_gen_kwargs(group[0].args[1], self.max_gen_toks)
             is_greedy = not options["do_sample"] and not set(options) - _GREEDY_FIELDS and self.think_end_token is None
             if is_greedy:
-                answers += self._generate_greedy(group, options, disable_tqdm)
+                answers += self._generate_greedy(group, options, place)
             else:
-                answers += super().generate_until(group, disable_tqdm)
+                answers += super().generate_until(group, disable_tqdm=place is None)
         return groups.get_original(answers)
 
-    def _generate_greedy(self, requests: list[Instance], options: dict[str, Any], disable_tqdm: bool) -> list[str]:
+    def _generate_greedy(self, requests: list[Instance], options: dict[str, Any], place: str | None) -> list[str]:
         max_new_tokens = options["max_gen_toks"]
         room = self.max_length - max_new_tokens
         if room < 1:
@@ -290,9 +311,9 @@ class LoopedLM(HFLM):
             ids, _ = self.tok_batch_encode([request.args[0]], left_truncate_len=room)  # [1, S]
             prompts.append(ids[0].tolist() or [self.prefix_token_id])
         batch_size = self._detect_batch_size() if self.batch_size == "auto" else self.batch_size
-        progress: str | bool = f"{requests[0].task_name}, K = {self.num_loops}, gates: {self.columns['gates']}"
-        if disable_tqdm or self.rank != 0:
-            progress = False
+        progress: str | bool = False
+        if place is not None:
+            progress = f"{requests[0].task_name}, {place}"
         return generate_greedy(
             self.model,
             self.tokenizer,

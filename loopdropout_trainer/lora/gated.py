@@ -22,7 +22,8 @@ from transformers.utils import logging
 
 from loopdropout_trainer.blocks import as_block
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gate_state import GateState, applied_gates, as_gate_matrix, check_token_examples
+from loopdropout_trainer.gate_state import GateState, applied_gates
+from loopdropout_trainer.gate_values import as_gate_matrix, check_token_examples
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora.compatibility import check_layers, check_variant, find_active_adapter
 from loopdropout_trainer.lora.undrawn import warn_in_backward

@@ -103,7 +103,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 Further tokens start from the family's own state, which is the default.
             output_readouts: Whether to return the K readouts and the K states.
         """
-        self.gate_state.begin_pass()
+        self.gate_state.begin_pass(self.config.num_loops)
         embeddings = self._embed(input_ids, inputs_embeds)
         check_num_layers(self.config, self.num_layers)
         if use_cache is None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.gate_state import REMOVED_EARLY, UNIT_GATES, GateState, applied_gates
+from loopdropout_trainer.gate_state import REMOVED_EARLY, UNIT_GATES, GateState, applied_gates, cut_gates
 from loopdropout_trainer.looped import (
     DESCRIPTIONS,
     LoopedModelMixin,
@@ -87,7 +87,7 @@ class LoopDescription(LoopedModelMixin, ABC):
     def _pass_gates(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Pass the current gates from the backbone on to its layers."""
         check_num_layers(self.config, self.num_layers)
-        self.gate_state.begin_pass()
+        self.gate_state.begin_pass(self.num_loops)
         batch = self.gate_state.batch
         if batch.is_set:
             kwargs = {**kwargs, PASS_GATES: batch}
@@ -164,7 +164,7 @@ class LoopDescription(LoopedModelMixin, ABC):
         """Return the outputs of runs with 1 to K loops."""
         readouts = []
         for depth in range(1, self.num_loops + 1):
-            with use_depth(self.model, depth):
+            with use_depth(self.model, depth), cut_gates(self.gate_state, depth):
                 readouts.append(self.base_model(**inputs, use_cache=False).last_hidden_state)
         return tuple(readouts)
 

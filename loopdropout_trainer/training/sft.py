@@ -19,7 +19,8 @@ from transformers.utils import logging
 from trl import SFTTrainer
 
 from loopdropout_trainer.files import lock_folder
-from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
+from loopdropout_trainer.gate_state import GatedBatch, find_examples
+from loopdropout_trainer.gate_values import as_gate_matrix
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.means import find_fault
 from loopdropout_trainer.renames import hide_library_warnings

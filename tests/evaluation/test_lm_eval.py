@@ -66,6 +66,45 @@ def test_answers_match_hf(make_tiny, tokenizer, options, gates):
     assert texts == expected[2]
 
 
+def test_blocks_apply_to_a_model_made_before_them(tokenizer):
+    """A depth and gates of its own win. Gates of a block must fit the depth, neither too few nor too many."""
+    model = adapted(varied(tiny_ouro()))
+    score = lambda lm: lm.loglikelihood(requests("loglikelihood", PAIRS[:2]), disable_tqdm=True)
+    lm, fixed, third = (LoopedLM(model, tokenizer, **options) for options in ({}, {"num_loops": 6}, {"readout": 3}))
+    at_six = score(fixed)
+    expected = score(LoopedLM(model, tokenizer, num_loops=2))
+    with use_depth(model, 2):
+        assert repr(lm).endswith("num_loops 2, gates unit") and lm.columns["num_loops"] == 2
+        assert score(lm) == expected != at_six
+        assert score(fixed) == at_six
+        with user_error("`readout` must be a loop from 1 to 2, got 3"):
+            score(third)
+        with user_error(r"`gates` must have one number for each loop \(K = 2\)"):
+            LoopedLM(model, tokenizer, gates="1-0-0-0")
+    find_looped_model(model).config.num_loops = 2
+    assert score(lm) == expected
+    find_looped_model(model).config.num_loops = 4
+    gates = [0.5, 0, 2, 1]
+    expected = score(LoopedLM(model, tokenizer, gates=gates, readout=3))
+    with use_gates(model, gates):
+        assert score(third) == expected
+        assert score(LoopedLM(model, tokenizer, num_loops=6, gates=[1] * 5 + [0])) != at_six
+        for run in (score, lambda lm: lm.columns):
+            with user_error(
+                "one number for each of the 6 loops that run, got 4. .* give a `LoopedLM` its own `gates`"
+            ):
+                run(fixed)
+        with use_depth(model, 2):
+            for run in (lambda: score(lm), lambda: model(torch.ones(1, 2, dtype=torch.long))):
+                with user_error(
+                    "one number for each of the 2 loops that run, got 4. Begin a block of `use_depth` before"
+                ):
+                    run()
+            with use_gates(model, [0.5, 0]):
+                assert lm.columns["gates"] == "0.5-0"
+                model(torch.ones(1, 2, dtype=torch.long))
+
+
 def test_log_likelihoods_mark_the_context(tokenizer):
     """HRM-Text reads the context as prompt, as in training. The same tokens get other scores with another context."""
     model = adapted(sharp_hrm()).eval().double()

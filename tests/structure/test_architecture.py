@@ -19,7 +19,7 @@ PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
 arithmetic bounds memory published_sizes renames terminal
 errors
-blocks files gates limits rewards
+blocks files gate_values gates limits rewards
 hints
 hub reruns
 gate_state tokenizers
@@ -42,8 +42,9 @@ APART = {
     "reruns": {*BASE, "blocks"},
     "gate_state": {*BASE, "blocks", "reruns"},
     "looped": {*MEETING, "blocks"},
+    "gate_values": BASE,
     "gates": BASE,
-    "lora": {*MEETING, "blocks", "bounds"},
+    "lora": {*MEETING, "blocks", "bounds", "gate_values"},
     "models": MEETING,
 }
 """Places that meet in `gate_state.py` and `looped.py` only, and what else they import."""
