@@ -7,7 +7,7 @@ import inspect
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def load_benchmarks(
             tasks.append(development_task(preparation, held_out))
         else:
             _check_task_file(name)
-            tasks += load_task(name, revisions.get(name), limit).values()
+            tasks += _load_task(name, revisions.get(name), limit, own_benchmarks).values()
     return tasks
 
 
@@ -151,7 +151,7 @@ def check_benchmarks(
             _check_task_file(name)
             check_programs_of_file(name, allow_unsafe_code)
         else:
-            check_named_programs(_find_manager(name), name, allow_unsafe_code)
+            check_named_programs(_find_manager(name, own_benchmarks), name, allow_unsafe_code)
 
 
 def check_revisions(revisions: Mapping[str, str], names: Sequence[str]) -> None:
@@ -323,7 +323,6 @@ def _check_development(preparation: str | None, num_held_out: int | None) -> Non
     )
 
 
-@preserved_random_states()
 def load_task(name: str, revision: str | None = None, limit: int | None = None) -> dict[str, Task | Group]:
     """Load a task, or a group of tasks, by name. A tag of lm-eval gives several tasks.
 
@@ -335,13 +334,21 @@ def load_task(name: str, revision: str | None = None, limit: int | None = None) 
     Raises:
         UserError: if there is no such task, or its data cannot be loaded.
     """
+    return _load_task(name, revision, limit)
+
+
+@preserved_random_states()
+def _load_task(
+    name: str, revision: str | None, limit: int | None, own_names: Iterable[str] = ()
+) -> dict[str, Task | Group]:
+    """Load a task as `load_task` does. A message about an unknown one has the names of the user's own benchmarks, too."""
     if name.endswith(".yaml"):
         with _explained(name):
             tasks = _load_manager(None, False).load([name])["tasks"]
         for own_name in tasks:
             _check_own_name(own_name)
         return tasks
-    manager = _find_manager(name)
+    manager = _find_manager(name, own_names)
     overrides: dict[str, Any] = {"dataset_kwargs": {"revision": revision}} if revision else {}
     if name.startswith("arithmetic_") and limit:
         overrides["dataset_kwargs"] = {"split": name.removeprefix("arithmetic_"), "num_examples": limit}
@@ -375,8 +382,12 @@ def _members(manager: TaskManager, name: str) -> list[str]:
     return members
 
 
-def _find_manager(name: str) -> TaskManager:
+def _find_manager(name: str, own_names: Iterable[str] = ()) -> TaskManager:
     """Return an index with the task. The index of all tasks of lm-eval takes 10 seconds, which a warning says before.
+
+    Args:
+        name: Name of the task.
+        own_names: Names of the user's own benchmarks, which can be meant.
 
     Raises:
         UserError: If there is no such task.
@@ -385,7 +396,7 @@ def _find_manager(name: str) -> TaskManager:
     if name in manager.all_tasks:
         return manager
     packaged = [task for task in _load_manager(None, False).all_tasks if task != _OWN]
-    hint = closest_match(name, packaged)
+    hint = closest_match(name, own_names) or closest_match(name, packaged)
     if PartialState().is_main_process:
         logger.warning(
             "`%s` is not a task of this package.%s Looking in lm-eval's index (about 10 seconds).", name, hint
@@ -394,7 +405,7 @@ def _find_manager(name: str) -> TaskManager:
     if name in manager.all_tasks:
         return manager
     hint = hint or closest_match(name, manager.all_tasks)
-    raise UserError(f"`{name}` must be a task of lm-eval or one of {', '.join(packaged)}.{hint}")
+    raise UserError(f"`{name}` must be a task of lm-eval or one of {', '.join([*own_names, *packaged])}.{hint}")
 
 
 @functools.cache

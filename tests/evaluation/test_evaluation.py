@@ -212,6 +212,8 @@ def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path, log):
     monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
     with user_error("`gsm9k` must be a task of lm-eval or one of .*metamath_math500. Did you mean 'gsm8k'"):
         load_task("gsm9k")
+    with user_error("`gsm9k` must be a task of lm-eval or one of gsm_k, .*metamath_math500. Did you mean 'gsm_k'"):
+        load_benchmarks(["gsm9k"], {"gsm_k": {}})
     assert "`gsm9k` is not a task of this package. Did you mean 'gsm8k'? Looking in lm-eval's index" in log.text
     with user_error("Did you mean 'arithmetic_easy_test'"):
         load_task("arithmetic_easy")
