@@ -11,26 +11,35 @@ from loopdropout_trainer.costs.trainings import Training, estimate_training_memo
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.files import recipes_folder
 from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
-from loopdropout_trainer.settings.arguments import names_of
-from loopdropout_trainer.settings.recipe import load_recipe
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, names_of
+from loopdropout_trainer.settings.recipe import load_recipe, read_part
+from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
 WITHOUT_COST = UNCOMPARED | MEASURED | names_of("repetition", "monitoring") | {"learning_rate"}
 """Fields in which a training may differ from the paper's recipe and still take as long and as much memory."""
 
+_FIELDS_WITH_COST = (ModelArguments, AdapterArguments, LoopDropoutConfig)
+
 
 def find_paper_cost(recipe: Mapping[str, Any]) -> PaperCost | None:
     """Return the cost that the paper has for a training with the settings of a recipe, or None."""
+    read = _read_fields(recipe)
     for name, cost in PAPER_COSTS.items():
-        if compare_recipes(_load_own_recipe(name), recipe, WITHOUT_COST) is None:
+        if compare_recipes(_load_own_recipe(name), read, WITHOUT_COST) is None:
             return cost
     return None
+
+
+def _read_fields(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe whose fields have the values that a training reads. A sweep has recipes as they are written."""
+    return {**recipe, **read_part(_FIELDS_WITH_COST, recipe)}
 
 
 @cache
 def _load_own_recipe(name: str) -> dict[str, Any]:
     """Return a recipe of the package, also if the working folder has a file of this name, once for all methods of a sweep."""
-    return load_recipe(recipes_folder() / name)
+    return _read_fields(load_recipe(recipes_folder() / name))
 
 
 def describe_paper_costs(trainings: Sequence[tuple[Training, int]]) -> str:
@@ -43,6 +52,8 @@ def describe_paper_costs(trainings: Sequence[tuple[Training, int]]) -> str:
         return ""  # the recipes are for one GPU
     found = []
     for training, number in trainings:
+        if not training.is_supervised:  # as all recipes of `PAPER_COSTS` are
+            continue
         cost = find_paper_cost(training.recipe)
         if cost is not None:
             found.append((training, cost, number))

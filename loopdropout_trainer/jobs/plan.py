@@ -104,8 +104,10 @@ def describe_adapter(training: Training, adapter: AdapterArguments) -> str:
 
 def _describe_parameters(training: Training) -> str:
     """Return the number of parameters of an adapter, if it is known. The kinds of some rules add others to it."""
+    from loopdropout_trainer.lora import ADAPTER_KINDS
+
     number = training.sizes.num_parameters
-    if number is None or training.args.make_rule().lora_kind != "gated":
+    if number is None or ADAPTER_KINDS[training.args.make_rule().lora_kind].adds_parameters():
         return ""
     return f", {number:,} parameters"
 

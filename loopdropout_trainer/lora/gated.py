@@ -73,6 +73,11 @@ class GatedLora(LoraVariant):
         """Add the kind's missing parameters to the model without the global random state, and return the shared state."""
 
     @classmethod
+    def adds_parameters(cls) -> bool:
+        """Return whether an adapter of the kind has other parameters than A and B, which are those of plain LoRA."""
+        return cls.prepare.__func__ is not GatedLora.prepare.__func__
+
+    @classmethod
     def is_on(cls, model: PeftModel, adapter: str) -> bool:
         """Return whether the adapter has parameters of this kind."""
         return False

@@ -390,9 +390,18 @@ def build_part(dataclass_types: Sequence[type], recipe: Mapping[str, Any]) -> tu
     Raises:
         UserError: As in `build`, and for a wrong or missing value.
     """
+    return build(dataclass_types, read_part(dataclass_types, recipe))
+
+
+def read_part(dataclass_types: Sequence[type], recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the dataclasses' fields in a recipe as a training reads them: for a list, also one item is a list.
+
+    Raises:
+        UserError: For a wrong or missing value.
+    """
     fields, hints = find_fields(dataclass_types)
     given = {name: value for name, value in recipe.items() if name in fields}
-    return build(dataclass_types, _read_values(given, fields, hints))
+    return _read_values(given, fields, hints)
 
 
 def dump_recipe(

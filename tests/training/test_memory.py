@@ -84,6 +84,8 @@ def test_costs_of_the_paper_are_those_of_its_tables_and_recipes(tmp_path, monkey
             "benchmarks": ["gsm8k"],
         }
         assert find_paper_cost(recipe) is cost
+        if recipe.get("p") is not None:
+            assert find_paper_cost({**recipe, "p": [recipe["p"]]}) is cost  # as a training reads it
     for change in ({"max_length": 512}, {"p": 0.3}, {"gradient_checkpointing": True}, {"lora_r": 4}, {"max_steps": 2}):
         assert find_paper_cost({**load_recipe("metamath_gsm.yaml"), **change}) is None
     args = SimpleNamespace(world_size=2)
