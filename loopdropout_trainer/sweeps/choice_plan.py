@@ -81,7 +81,8 @@ def _count_measured(training: Training, num_held_out: int | None) -> int:
 def _describe_examples(training: Training, num_held_out: int | None) -> str:
     """Return which held-out examples the losses that choose are measured on."""
     if _measures_in_training(training):
-        return "each on all held-out examples, during the training"
+        number = "" if num_held_out is None else f"{num_held_out:,} "
+        return f"each on all {number}held-out examples, during the training"
     num_batches, num_rows = training.recipe["single_loop_batches"], _count_measured(training, num_held_out)
     batches = "the first batch" if num_batches == 1 else f"the first {num_batches:,} batches"
     if _is_packed(training):
@@ -94,13 +95,27 @@ def _describe_examples(training: Training, num_held_out: int | None) -> str:
 
 
 def _warn_of_few_examples(training: Training, num_held_out: int | None) -> str:
-    """Return a warning if the losses that choose are measured on few of the held-out examples, or ""."""
-    if _measures_in_training(training) or _is_packed(training):
+    """Return a warning with its remedy if the losses that choose are measured on few held-out examples, or ""."""
+    if _measures_in_training(training):
+        number, num_at_most = num_held_out, num_held_out
+    elif _is_packed(training):
         return ""
-    number = _count_measured(training, num_held_out)
-    if number >= FEW_EXAMPLES or number == num_held_out:  # more batches have no other examples
+    else:
+        number, num_at_most = _count_measured(training, num_held_out), _count_measured(training, None)
+    if number is None or number >= FEW_EXAMPLES:
         return ""
-    return (
-        f"Losses on {count(number, 'example')} differ mostly by chance, so raise `single_loop_batches` until the runs measure "
-        f"at least {FEW_EXAMPLES} examples."
-    )
+    remedies = []
+    if num_held_out is not None and num_held_out < FEW_EXAMPLES:
+        remedies.append(f"hold out at least {FEW_EXAMPLES} examples ({_name_held_out_field(training)})")
+        if num_at_most < FEW_EXAMPLES and not _measures_in_training(training):
+            remedies.append("raise `single_loop_batches` until the runs measure all of them")
+    else:
+        remedies.append(f"raise `single_loop_batches` until the runs measure at least {FEW_EXAMPLES} examples")
+    return f"Losses on {count(number, 'example')} differ mostly by chance, so {' and '.join(remedies)}."
+
+
+def _name_held_out_field(training: Training) -> str:
+    """Return the field of a recipe that decides how many examples are held out."""
+    if training.recipe.get("eval_files"):
+        return "`eval_files`"
+    return "`num_eval_examples`"
