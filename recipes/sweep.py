@@ -31,7 +31,6 @@ from loopdropout_trainer.data import SFTDataArguments
 from loopdropout_trainer.errors import UserError, closest_match, join_command, run_script
 from loopdropout_trainer.files import explain_unwritable
 from loopdropout_trainer.jobs.runs import TRAINING_TYPES
-from loopdropout_trainer.results.imported_code import find_other_code
 from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results.run_files import DEVELOPMENT, is_finished, write_run
 from loopdropout_trainer.results.sweep_folder import SweepRun, describe_interruption, update_summary
@@ -49,6 +48,7 @@ from loopdropout_trainer.sweeps.code import (
     describe_fix,
     describe_other_results,
     find_kept_choices,
+    find_uncounted_code,
     has_other_results,
     name_other_results,
 )
@@ -210,7 +210,7 @@ class Sweep:
     def pending(self) -> list[SweepRun]:
         """Return the runs that have a learning rate and can be trained or measured now, in the order of their seeds."""
         runs = [run for method in self.recipes for run in self.pending_of(method)]
-        ready = [run for run in runs if not has_other_results(self.folder(run))]
+        ready = [run for run in runs if not has_other_results(self, self.folder(run))]
         return sorted(ready, key=lambda run: self.seeds.index(run.seed))
 
     def pending_of(self, method: str) -> list[SweepRun]:
@@ -272,7 +272,7 @@ class Sweep:
         folder = self.folder(run)
         score = self._read_score(run)
         # The code of the run is read last, because every worker asks each second for the runs that are trained.
-        if score is None or find_other_code(folder) is not None:
+        if score is None or find_uncounted_code(self, folder) is not None:
             return None
         self.scores[run.name] = (imports, score)
         return score
@@ -306,7 +306,7 @@ class Sweep:
         has_score = run.selects and score is not None
         # A run may have further results, of fields that are no longer set.
         is_measured = is_finished(folder) and not compare_recipes(saved, new, fields=new)
-        is_done = (is_measured or has_score or score == NON_FINITE) and find_other_code(folder) is None
+        is_done = (is_measured or has_score or score == NON_FINITE) and find_uncounted_code(self, folder) is None
         if is_done:
             self.done[run] = imports
         return is_done
@@ -366,7 +366,7 @@ class Sweep:
         folder = self.folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         settings = self.run_settings(run)
-        if find_other_code(folder) is not None:
+        if find_uncounted_code(self, folder) is not None:
             settings["resume_from_checkpoint"] = "false"  # its checkpoints are of the former code
         dump_recipe(settings, folder / SETTINGS_FILE)
         if is_finished(folder):

@@ -80,15 +80,28 @@ def _holds_any(path: str, parts: Sequence[Any]) -> bool:
     return any(part.__module__ == name or own_file(module_of(part)) in files for part in parts)
 
 
-def find_other_code(folder: str | Path) -> str | None:
-    """Return a clause about the first file that the run in a folder depends on and that is another one now, or None."""
+def find_other_code(folder: str | Path, accepts_changes: bool = False) -> str | None:
+    """Return a clause about the first file that the run in a folder depends on and that is another one now, or None.
+
+    Args:
+        folder: Folder of the run.
+        accepts_changes: Whether to look at the run as it is after `accept_other_code`.
+    """
     changed = _find_changed(folder, read_used_imports(folder))
+    if accepts_changes:
+        acceptable = find_acceptable_changes(folder)
+        changed = [path for path in changed if path not in acceptable]
     return _describe_change(changed[0]) if changed else None
+
+
+def find_acceptable_changes(folder: str | Path) -> list[str]:
+    """Return the changed files that the run in a folder depends on and that the user can accept, which no missing one is."""
+    return [path for path in _find_changed(folder, read_used_imports(folder)) if path in IMPORTED]
 
 
 def can_accept_other_code(folder: str | Path) -> bool:
     """Return whether all changed files that the run in a folder depends on are there, so that the user can accept them."""
-    return all(path in IMPORTED for path in _find_changed(folder, read_used_imports(folder)))
+    return find_other_code(folder, accepts_changes=True) is None
 
 
 def find_unused_changes(folder: str | Path) -> list[str]:
@@ -145,10 +158,10 @@ def accept_other_code(folder: str | Path) -> bool:
     `imports` of its `run.json` keeps the digests of the training, and `accepted_imports` has those of the present files. A
     file that is missing cannot be accepted.
     """
-    digests = digest_imports()
-    changed = [path for path in _find_changed(folder, read_used_imports(folder)) if path in digests]
+    changed = find_acceptable_changes(folder)
     if not changed:
         return False
+    digests = digest_imports()
     accepted = dict(read_accepted_imports(folder))
     for path in changed:
         accepted[path] = digests[path]

@@ -16,6 +16,7 @@ from loopdropout_trainer.results.imported_code import (
     can_accept_other_code,
     code_of,
     digest_imports,
+    find_acceptable_changes,
     find_other_code,
     list_imported_files,
 )
@@ -60,9 +61,22 @@ def _stamp(files: Iterable[Path]) -> list[Any]:
     return stamps
 
 
-def has_other_results(folder: Path) -> bool:
+def find_uncounted_code(sweep: Any, folder: Path) -> str | None:
+    """Return a clause about the file of `--import` because of which the results in a folder do not count, or None.
+
+    A sweep with `ACCEPT` first writes the accepted changes into its folders. Its dry run writes nothing, and looks at the
+    folders as they are afterwards.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+        folder: Folder of a run.
+    """
+    return find_other_code(folder, accepts_changes=sweep.dry_run and sweep.accept_changed_imports)
+
+
+def has_other_results(sweep: Any, folder: Path) -> bool:
     """Return whether a folder has results of other imported code. A training without results begins again."""
-    return has_trained(folder) and find_other_code(folder) is not None
+    return has_trained(folder) and find_uncounted_code(sweep, folder) is not None
 
 
 def find_other_results(sweep: Any) -> list[Path]:
@@ -71,7 +85,7 @@ def find_other_results(sweep: Any) -> list[Path]:
     Args:
         sweep: `Sweep` of recipes/sweep.py.
     """
-    return [folder for folder in _list_trained(sweep) if has_other_results(folder)]
+    return [folder for folder in _list_trained(sweep) if has_other_results(sweep, folder)]
 
 
 def name_other_results(sweep: Any) -> dict[str, list[str]]:
@@ -101,7 +115,7 @@ def describe_other_results(sweep: Any) -> str:
     folders = find_other_results(sweep)
     if not folders:
         return ""
-    changes = [*dict.fromkeys(find_other_code(folder) for folder in folders)]
+    changes = [*dict.fromkeys(find_uncounted_code(sweep, folder) for folder in folders)]
     if len(folders) > 1:
         changes = [change.replace("its", "their", 1) for change in changes]
     reason = " and ".join(changes)
@@ -120,12 +134,31 @@ def can_accept_other_results(sweep: Any) -> bool:
 
 def accept_other_results(sweep: Any) -> str:
     """Let results of other imported code count as those of the present code. Return a sentence about it."""
-    accepted = [folder for folder in find_other_results(sweep) if accept_other_code(folder)]
+    accepted = _list_acceptable(sweep)
+    for folder in accepted:
+        accept_other_code(folder)
+    return _describe_acceptance(accepted, "which `run.json` records, from now on count")
+
+
+def describe_planned_acceptance(sweep: Any) -> str:
+    """Return the sentence of a dry run about the results that `accept_other_results` will accept, or "" without `ACCEPT`."""
+    if not sweep.accept_changed_imports:
+        return ""
+    return _describe_acceptance(_list_acceptable(sweep), "which the sweep accepts, then count")
+
+
+def _list_acceptable(sweep: Any) -> list[Path]:
+    """Return the folders of a sweep's runs that have results of other imported code which `ACCEPT` accepts."""
+    return [folder for folder in _list_trained(sweep) if find_acceptable_changes(folder)]
+
+
+def _describe_acceptance(accepted: list[Path], predicate: str) -> str:
+    """Return a sentence about accepted results. `predicate`: its words between the number of runs and "as results"."""
     if not accepted:
         return "No run has results of other `--import` code, so `accept_changed_imports` accepts nothing."
     return (
-        f"{count(len(accepted), 'run')} of other `--import` code, which `run.json` records, from now on count as results of "
-        f"the present code: {', '.join(map(str, accepted))}."
+        f"{count(len(accepted), 'run')} of other `--import` code, {predicate} as results of the present code: "
+        f"{', '.join(map(str, accepted))}."
     )
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.results.failures import name_log
+from loopdropout_trainer.results.failures import FAILED, describe_failures, name_log
 from loopdropout_trainer.results.run_files import has_trained
-from loopdropout_trainer.results.sweep_folder import SweepRun
+from loopdropout_trainer.results.sweep_folder import SweepRun, is_running
 from loopdropout_trainer.settings.recipe_folders import list_runs
 from loopdropout_trainer.sweeps.code import find_other_results, has_other_results
 from loopdropout_trainer.sweeps.own_runs import list_own_folders
@@ -93,7 +93,7 @@ def _has_ended(sweep: Any, run: SweepRun) -> bool:
     if sweep.is_done(run):
         return True
     folder = sweep.folder(run)
-    return has_trained(folder) and not has_other_results(folder)
+    return has_trained(folder) and not has_other_results(sweep, folder)
 
 
 def name_waiting(sweep: Any) -> dict[str, list[str]]:
@@ -129,6 +129,33 @@ def list_logs(runs: Iterable[SweepRun], folder: Callable[[SweepRun], Path], othe
     return lines
 
 
+def describe_earlier_failures(sweep: Any) -> str:
+    """Return lines about the runs that failed at a former start of a sweep and that the next start trains or measures again.
+
+    A failed run that another process works on now is not one of them.
+    """
+    names = []
+    for run in sweep.pending():
+        folder = sweep.folder(run)
+        if Path(folder, FAILED).is_file() and not is_running(folder):
+            names.append(run.name)
+    if not names:
+        return ""
+    return "\n".join([*describe_failures(sweep.output_dir, names), "The same command starts failed runs again."])
+
+
+def count_unmeasured(sweep: Any) -> int:
+    """Return the number of trainings that have ended and that the sweep must still measure, or measure again.
+
+    They have no measurement yet, such as the run of a learning rate that was just chosen, or `measure` has changed since.
+    """
+    names = set()
+    for run in sweep.pending():
+        if has_trained(sweep.folder(run)):
+            names.add(run.name)
+    return len(names)
+
+
 def find_other_runs(sweep: Any) -> list[Path]:
     """Return the folders of runs in a sweep's folder with methods, learning rates or seeds that the sweep does not have.
 
@@ -140,14 +167,24 @@ def find_other_runs(sweep: Any) -> list[Path]:
 
 def describe_other_runs(sweep: Any) -> str:
     """Return sentences about the runs of `find_other_runs`, or ""."""
-    others = [folder.relative_to(sweep.output_dir).as_posix() for folder in find_other_runs(sweep)]
+    names: dict[bool, list[str]] = {True: [], False: []}  # by whether a process works on the run
+    for folder in find_other_runs(sweep):
+        names[is_running(folder)].append(folder.relative_to(sweep.output_dir).as_posix())
+    working, idle = names[True], names[False]
+    others = [*idle, *working]
     if not others:
         return ""
     sentences = (
         f"{count(len(others), 'run')} of other methods, learning rates or seeds, which a report can show, too: "
-        f"{name_runs(others)}. Remove these folders if you do not need them."
+        f"{name_runs(others)}."
     )
-    unknown = {name.partition("/")[0] for name in others} - sweep.recipes.keys()
+    if working:
+        sentences += f" Another sweep or command trains or measures {name_runs(working)} now."
+    if idle and working:
+        sentences += " Remove the folders of the other runs if you do not need them."
+    elif idle:
+        sentences += " Remove these folders if you do not need them."
+    unknown = {name.partition("/")[0] for name in idle} - sweep.recipes.keys()
     if unknown and any(not Path(sweep.output_dir, method).exists() for method in sweep.recipes):
         sentences += " After renaming a method, rename its folder, so that its runs count."
     return sentences

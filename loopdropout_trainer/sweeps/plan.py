@@ -36,9 +36,18 @@ from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_running, i
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.settings.recipe import build_part
 from loopdropout_trainer.sweeps.choice_plan import by_method, describe_choice_plan
-from loopdropout_trainer.sweeps.code import can_accept_other_results, describe_other_results
-from loopdropout_trainer.sweeps.counts import describe_other_runs, describe_uncounted
-from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time
+from loopdropout_trainer.sweeps.code import (
+    can_accept_other_results,
+    describe_other_results,
+    describe_planned_acceptance,
+)
+from loopdropout_trainer.sweeps.counts import (
+    count_unmeasured,
+    describe_earlier_failures,
+    describe_other_runs,
+    describe_uncounted,
+)
+from loopdropout_trainer.sweeps.run_times import describe_means, describe_planned_time, name_time
 from loopdropout_trainer.terminal import print_sentences, titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
@@ -65,7 +74,9 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
         return
     plan["running"] = describe_running(len(running))
     if command is not None:  # else the sweep prints it before its first training
-        plan["other code"] = describe_other_results(sweep)
+        other_code = [describe_planned_acceptance(sweep), describe_other_results(sweep)]
+        plan["failed"] = describe_earlier_failures(sweep)
+        plan["other code"] = "\n".join(filter(None, other_code))
     print(plan.pop("trainings"))
     for title, text in plan.items():
         if text:
@@ -148,12 +159,18 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, TrainingExamples | No
 
 
 def _describe_done(sweep: Any, num_ended: int, total: int, measured: str) -> str:
-    """Return the number of trainings that have ended, with the time that is left and was measured, or "" before any ended."""
-    if not num_ended:
+    """Return the number of trainings that have ended, with the time that is left and was measured.
+
+    It is "" in a new folder. In a used one, the time of runs with other learning rates or seeds is known from the beginning.
+    """
+    if not num_ended and not measured:
         return ""
-    left = describe_left(sweep.count_left(), sweep.means(), sweep.workers)
-    done = ", ".join(filter(None, [f"{num_ended} of {count(total, 'training')}", describe_uncounted(sweep), left]))
-    return f"{done}\n{measured}".rstrip()
+    parts = [f"{num_ended} of {count(total, 'training')}", describe_uncounted(sweep)]
+    num_unmeasured = count_unmeasured(sweep)
+    if num_unmeasured:
+        parts.append(f"{num_unmeasured:,} of them still to be measured")
+    parts.append(describe_planned_time(sweep.count_left(), sweep.means(), sweep.workers))
+    return f"{', '.join(filter(None, parts))}\n{measured}".rstrip()
 
 
 def print_commands(sweep: Any) -> None:

@@ -7,7 +7,7 @@ rate is measured on one task, and a final run on all tasks and at all depths. Me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ def count_left(sweep: Any) -> dict[RunKind, int]:
         pending = sweep.pending_of(method)
         runs = []
         for run in pending:
-            if run not in sweep.pool.failures and not has_other_results(sweep.folder(run)):
+            if run not in sweep.pool.failures and not has_other_results(sweep, sweep.folder(run)):
                 runs.append(run)
         left.update(find_kind(sweep, run) for run in runs)
         lacks_scores = len(runs) < len(pending)  # then no learning rate can be chosen
@@ -145,9 +145,25 @@ def describe_left(left: Mapping[RunKind, int], means: Mapping[RunKind, float], s
     total_seconds /= min(speed, num_timed)  # the last runs leave some workers without a run
     text = f"about {name_time(total_seconds)} left"
     if untimed:
-        nouns = [noun for kind, noun in _PLURALS.items() if kind in untimed]
-        text += f", not counting {' and '.join(nouns)} (none has ended yet)"
+        text += f", not counting {_name_kinds(untimed)} (none has ended yet)"
     return text
+
+
+def describe_planned_time(left: Mapping[RunKind, int], means: Mapping[RunKind, float], speed: float) -> str:
+    """Return `describe_left`, or a remark if runs are left, and only runs of other kinds were timed.
+
+    A plan needs the remark. The lines of a running sweep follow each other, so they wait for the first time.
+    """
+    text = describe_left(left, means, speed)
+    kinds = {kind.kind for kind, number in left.items() if number}
+    if not text and means and kinds:
+        text = f"the time of {_name_kinds(kinds)} is not known (none has ended yet)"
+    return text
+
+
+def _name_kinds(kinds: Collection[str]) -> str:
+    """Return the names of some kinds of runs in words, in the order of a sweep."""
+    return " and ".join(noun for kind, noun in _PLURALS.items() if kind in kinds)
 
 
 def describe_means(means: Mapping[RunKind, float]) -> str:

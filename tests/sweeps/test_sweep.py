@@ -39,7 +39,13 @@ from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.jobs import training_data
 from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.reports.frames import load_results
-from loopdropout_trainer.results.imported_code import accept_other_code, describe_imports, digest_imports, find_edited
+from loopdropout_trainer.results.imported_code import (
+    accept_other_code,
+    describe_imports,
+    digest_imports,
+    find_edited,
+    find_other_code,
+)
 from loopdropout_trainer.results.run_files import read_run, write_results, write_run
 from loopdropout_trainer.results.sweep_folder import (
     SweepRun,
@@ -47,6 +53,7 @@ from loopdropout_trainer.results.sweep_folder import (
     describe_interruption,
     describe_progress,
     read_summary,
+    update_summary,
 )
 from loopdropout_trainer.results.sweep_scores import read_score
 from loopdropout_trainer.saving.source import find_source
@@ -206,26 +213,32 @@ def test_all_final_runs_of_a_sweep_measure_the_same_losses(lab, capsys, rates):
 
 
 def test_plan_says_on_how_many_examples_the_chosen_losses_are(lab, capsys):
-    """And warns of few of them only if the losses of `single_loop_batches` choose, and there are more held-out examples."""
+    """And warns of few of them, with the remedy: to measure on more of them, or to hold out more."""
     few = {"num_eval_examples": 120, "eval_strategy": "no", "per_device_eval_batch_size": 8}
     enough = {"single_loop_batches": 13}
-    methods = [{"few": {"single_loop_batches": 2}, "enough": enough, "all": {**enough, "num_eval_examples": 20}}]
-    lab.sweep("sft", settings=few, methods=methods, select_on="eval_loss")
+    methods = {"few": {"single_loop_batches": 2}, "enough": enough, "all": {**enough, "num_eval_examples": 20}}
+    methods["one"] = {"single_loop_batches": 1, "num_eval_examples": 20}
+    lab.sweep("sft", settings=few, methods=[methods], select_on="eval_loss")
     sweep.main([lab.file, "--dry_run", "true"])
     indent = "\n" + 16 * " "
     out = capsys.readouterr().out
     assert (
-        f"\nchoice          held-out losses of 9 runs"
+        f"\nchoice          held-out losses of 12 runs"
         f"{indent}few: each on the first 2 batches (16 of 120 held-out examples), as `single_loop_batches` says"
         f"{indent}enough: each on the first 13 batches (104 of 120 held-out examples), as `single_loop_batches` says"
         f"{indent}all: each on the first 13 batches (20 of 20 held-out examples), as `single_loop_batches` says"
+        f"{indent}one: each on the first batch (8 of 20 held-out examples), as `single_loop_batches` says"
         f"{indent}few: Losses on 16 examples differ mostly by chance, so raise `single_loop_batches` until the runs "
-        "measure at least 100 examples.\nevaluation "
+        "measure at least 100 examples."
+        f"{indent}all: Losses on 20 examples differ mostly by chance, so hold out at least 100 examples "
+        "(`num_eval_examples`)."
+        f"{indent}one: Losses on 8 examples differ mostly by chance, so hold out at least 100 examples "
+        "(`num_eval_examples`) and raise `single_loop_batches` until the runs measure all of them.\nevaluation "
     ) in out
     for settings, line in (
         (
             {**few, "eval_strategy": "epoch"},
-            "held-out losses of 3 runs{}each on all held-out examples, during the training\n",
+            "held-out losses of 3 runs{}each on all 120 held-out examples, during the training\n",
         ),
         (
             {**few, "eval_packing": True},
@@ -236,9 +249,15 @@ def test_plan_says_on_how_many_examples_the_chosen_losses_are(lab, capsys):
         sweep.main([lab.file, "--dry_run", "true"])
         out = capsys.readouterr().out
         assert f"\nchoice          {line.format(indent)}" in out and "by chance" not in out
+    lab.sweep("sft", settings={**few, "eval_strategy": "epoch", "num_eval_examples": 8}, select_on="eval_loss")
+    sweep.main([lab.file, "--dry_run", "true"])
+    warning = "Losses on 8 examples differ mostly by chance, so hold out at least 100 examples (`num_eval_examples`)."
+    assert (
+        f"{indent}each on all 8 held-out examples, during the training{indent}{warning}\n" in capsys.readouterr().out
+    )
 
 
-def test_losses_on_other_batches_choose_no_learning_rate(lab):
+def test_losses_on_other_batches_choose_no_learning_rate(lab, capsys):
     """A sweep that goes on with another `single_loop_batches` measures its runs again, so that it never mixes losses."""
     fields = {"select_on": "eval_loss", "seeds": [101]}
     lab.set_world(losses={"0.01": 2.0, "0.02": 1.0, "0.04": 3.0})
@@ -251,6 +270,8 @@ def test_losses_on_other_batches_choose_no_learning_rate(lab):
     made = lab.sweep(**fields, measure={"single_loop_batches": 3})
     assert made.choice("lora").best is None
     assert [run.name for run in made.pending()] == [f"lora/lr_{rate}/seed_101" for rate in (0.01, 0.02)]
+    sweep.main([lab.file, "--script", f"{lab.folder}/lab", "--dry_run", "true"])
+    assert "\ndone            3 of 3 trainings, 2 of them still to be measured, about 0:00:" in capsys.readouterr().out
     made.train_all()
     assert made.choice("lora").best == 0.01 and made.choice("lora", with_other_code=True).best == 0.01
     again = lab.sweep(**fields, measure={"single_loop_batches": 0})  # the recipe of the choice has 1 batch
@@ -887,6 +908,10 @@ def test_plan_has_the_costs_of_the_paper(capsys):
         "paper measured (Tables 3 and 8)\n                the bound is for examples of 1,024 tokens, and the estimate for "
         "454 is 45.40 GB\n" in capsys.readouterr().out
     )
+    load_script("recipes/sft.py").main(["metamath_gsm/lora_dropout.yaml", "--dry_run", "true"])
+    out = capsys.readouterr().out
+    assert "on all linear projections of the looped layers, 15,138,816 parameters\n" in out
+    assert "\npaper       444.9 minutes, 45.37 GB on an H100 80GB" in out
     methods = '{"a": "gsm8k/lora.yaml", "b": "metamath_gsm/lora.yaml", "c": "metamath_gsm/rank_4.yaml"}'
     words = ["--recipe", "gsm8k.yaml", "--methods", methods, "--learning_rates", "1e-4", "--seeds", "1"]
     sweep.main([*words, "--dry_run", "true"])
@@ -984,6 +1009,18 @@ def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
     assert f"{done}{left}{indent}{means} training\n" in capsys.readouterr().out
     sweep.main([*words, "2"])
     assert f"{done}, about 0:10:00 left" in capsys.readouterr().out
+    sweep.main([*words, "1", "--seeds", "7"])  # of which no run is done
+    assert (
+        "\ndone            0 of 3 trainings, about 0:05:00 left, not counting measurements" in capsys.readouterr().out
+    )
+    (run_seconds,) = read_summary(lab.out)["run_seconds"].values()
+    update_summary(lab.out, run_seconds={"lora": {"final": run_seconds["final"]}})  # as of a grid without a choice
+    sweep.main([*words, "1"])
+    lines = capsys.readouterr().out
+    assert f"{done}, about 0:16:40 left, not counting runs that choose a learning rate and measurements (none" in lines
+    sweep.main([*words, "1", "--seeds", "101"])
+    remark = "the time of runs that choose a learning rate and measurements is not known (none has ended yet)"
+    assert f"\ndone            1 of 3 trainings, {remark}{indent}measured on average" in capsys.readouterr().out
 
 
 def test_plan_warns_of_gates_with_another_mean(lab, capsys, forks):
@@ -1016,6 +1053,17 @@ def test_plan_names_runs_that_the_sweep_does_not_have(lab, capsys, monkeypatch):
     )
     out = capsys.readouterr().out
     assert text in out and "renaming" not in out
+    with lock_folder(lab.out / "lora/lr_0.04/seed_101"):  # its run works, so nobody should remove it
+        sweep.main([lab.file, "--dry_run", "true"])
+    working = (
+        "lora/lr_0.01/seed_101, lora/lr_0.04/seed_101. Another sweep or command trains or measures lora/lr_0.04/seed_101 now. "
+        "Remove the folders of the other runs if you do not need them.\n"
+    )
+    assert working in capsys.readouterr().out
+    with lock_folder(lab.out / "lora/lr_0.04/seed_101"):
+        lab.sweep(learning_rates=[0.01, 0.02])
+        sweep.main([lab.file, "--dry_run", "true"])
+    assert "measures lora/lr_0.04/seed_101 now.\n" in capsys.readouterr().out
     print_summary(lab.run(learning_rates=[0.02]))
     assert "The folder has 2 runs of other methods, learning rates or seeds," in capsys.readouterr().out
     print_summary(lab.run(learning_rates=[0.02], seeds=[102]))  # whose table has the runs of this sweep only
@@ -1302,6 +1350,19 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
     assert f"\nNext:\n  {command} concern the results\n" in capsys.readouterr().out
     others = "lora/lr_0.01/seed_101, lora/lr_0.02/seed_101"
     assert lab.sweep(learning_rates=[0.01, 0.02]).count_left() == {}  # nothing of the method starts before a decision
+    before = (lab.out / "lora/lr_0.02/seed_101/run.json").read_text()
+    sweep.main([*words, "--accept_changed_imports", "true", "--dry_run", "true"])
+    planned = capsys.readouterr().out
+    runs = f"{lab.out}/lora/lr_0.01/seed_101, {lab.out}/lora/lr_0.02/seed_101"
+    accepted = "2 runs of other `--import` code, which the sweep accepts, then count as results of the present code: "
+    assert f"\nother code      {accepted}{runs}.\n" in planned and "cannot be compared" not in planned
+    assert (
+        "\ndone            2 of 3 trainings, the time of final trainings is not known (none has ended yet)\n"
+        in planned
+    )
+    failure = "\nfailed          lora/lr_0.02/seed_102 ended with exit code 1: ValueError: it is broken in "
+    assert failure in planned and "\n                The same command starts failed runs again.\n" in planned
+    assert (lab.out / "lora/lr_0.02/seed_101/run.json").read_text() == before
     progress = describe_progress(lab.out)
     assert f"(of an earlier `--import` file, and not counted: {others}). Count the results with `--accept" in progress
     assert progress.endswith("another name. The same `loopdropout sweep` command then continues it.")
@@ -1344,7 +1405,7 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
         assert re.search(fix, describe_other_results(made)) and not can_accept_other_results(made)
     for text in ("x = 2\n", "x = 1\n"):  # accepted, and that of the training
         rule.write_text(text)
-        assert has_other_results(run) is False
+        assert has_other_results(made, run) is False
 
 
 def test_lines_plan_and_report_of_a_sweep_count_the_same_trainings(lab, capsys):
@@ -1404,7 +1465,8 @@ def test_accepted_change_of_a_file_lasts_when_another_one_changes(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"status": "finished", "imports": former}))
     for rule in rules:
         rule.write_text(f"{rule.stem} = 2\n")
-        assert has_other_results(tmp_path) and accept_other_code(tmp_path) and not has_other_results(tmp_path)
+        assert find_other_code(tmp_path) and find_other_code(tmp_path, accepts_changes=True) is None
+        assert accept_other_code(tmp_path) and find_other_code(tmp_path) is None
     assert not accept_other_code(tmp_path)
     facts = describe_imports({}, Identity(), trained=tmp_path)
     assert facts["imports"] == former and facts["accepted_imports"] == digest_imports() != former
@@ -1640,6 +1702,10 @@ def test_plan_of_a_sweep_checks_its_measurements(lab, monkeypatch):
         ({"measure": {"benchmarks": ["gsm8k"], "own_benchmarks": {"gsm8k": own}}}, "must not have the name of a task"),
         ({"measure": {"benchmarks": ["mine"], "own_benchmarks": {"mine": own}}}, "none.jsonl does not exist"),
         ({"measure": {"benchmarks": ["gsm8k", "gsm9k"]}}, f"`gsm9k` {unknown}.* Did you mean 'gsm8k'"),
+        (
+            {"measure": {"benchmarks": ["gsm9k"], "own_benchmarks": {"gsm_k": own}}},
+            f"`gsm9k` {unknown}gsm_k, arith.* Did you mean 'gsm_k'",
+        ),
         ({"measure": {"diagnose_task": "gsm9k"}}, f"`gsm9k` {unknown}"),
         ({"select_on": "gsm9k"}, f"`gsm9k` {unknown}"),
         ({"measure": {"benchmarks": ["gsm8k", "mbpp_plus"]}}, "`mbpp_plus` runs programs .*`bwrap` is not installed"),
