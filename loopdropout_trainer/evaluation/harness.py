@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.evaluation.loading import load_task, preserved_random_states
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
 from loopdropout_trainer.evaluation.program_checks import check_programs, leaves_of
-from loopdropout_trainer.files import write_file
+from loopdropout_trainer.evaluation.sample_files import write_samples
 
 
 # lm-eval gives advice on custom data sets for each task that has one.
@@ -53,7 +54,8 @@ def evaluate_tasks(
         tasks: Tasks of the package, tasks and groups of lm-eval, task files, or `own_benchmark(...)`.
         limit: Number of problems of each task.
         cache_dir: Folder that keeps each answer. An interrupted evaluation generates only the missing answers.
-        output_dir: Folder for `samples_<task>_K<num_loops>_<gates>.jsonl`, which has one line for each problem.
+        output_dir: Folder for `samples_<task>_K<num_loops>_<gates>.jsonl`, which has one line for each problem. A file with
+            other answers, as of another model, is kept, and the new one has a number.
         allow_unsafe_code: Whether to run generated programs outside of the sandbox.
         apply_chat_template: Whether prompts are turns of a chat. Default: as each task defines.
         system_instruction: System turn of the chat.
@@ -67,14 +69,7 @@ def evaluate_tasks(
     Raises:
         UserError: if a task does not exist, its data cannot be loaded, or its programs cannot be contained.
     """
-    if not isinstance(lm, LoopedLM):
-        given = f"{str(lm)!r}" if isinstance(lm, str | Path) else "model, tokenizer"
-        raise UserError(f"`lm` must be a `LoopedLM`, got {short_repr(lm)}. Give `LoopedLM({given})`.")
-    if isinstance(tasks, str):
-        raise UserError(f"`tasks` must be a list, got {tasks!r}. Did you mean [{tasks!r}]?")
-    is_number = isinstance(limit, int) and not isinstance(limit, bool)
-    if limit is not None and not (is_number and limit >= 1):
-        raise UserError(f"`limit` must be an integer of at least 1, got {short_repr(limit)}.")
+    _check_arguments(lm, tasks, limit=limit, max_new_tokens=max_new_tokens)
     selected: dict[str, Task | Group] = {}
     for task in tasks:
         if isinstance(task, str):
@@ -91,8 +86,7 @@ def evaluate_tasks(
             raise UserError(f"`chat_template` must be set, because the prompts of `{name}` are turns of a chat.")
     rows, place = [], lm.columns  # before the evaluation, because the gates of a block may have no name
     for name, task in selected.items():
-        lm.add_bos_token = False if chats[name] else None  # a chat template writes the special tokens itself
-        with lm.keep_answers(cache_dir), preserved_random_states():
+        with _asking(lm, chats[name]), lm.keep_answers(cache_dir), preserved_random_states():
             results = run_lm_eval(
                 lm,
                 {"tasks": {leaf.task_name: leaf for leaf in leaves_of(task)}, "groups": {}},
@@ -108,6 +102,31 @@ def evaluate_tasks(
     return rows
 
 
+def _check_arguments(lm: Any, tasks: Any, **numbers: Any) -> None:
+    """Raise UserError unless these are arguments of `evaluate_tasks`. `numbers`: integers of at least 1, or None."""
+    if not isinstance(lm, LoopedLM):
+        given = f"{str(lm)!r}" if isinstance(lm, str | Path) else "model, tokenizer"
+        raise UserError(f"`lm` must be a `LoopedLM`, got {short_repr(lm)}. Give `LoopedLM({given})`.")
+    if isinstance(tasks, str):
+        raise UserError(f"`tasks` must be a list, got {tasks!r}. Did you mean [{tasks!r}]?")
+    for field, value in numbers.items():
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_number and value >= 1):
+            raise UserError(f"`{field}` must be an integer of at least 1, got {short_repr(value)}.")
+
+
+@contextmanager
+def _asking(lm: LoopedLM, is_chat: bool) -> Iterator[None]:
+    """Let a model read its prompts as turns of a chat inside the block, or as texts."""
+    own_choice = lm.add_bos_token
+    if is_chat:
+        lm.add_bos_token = False  # a chat template writes the special tokens itself
+    try:
+        yield
+    finally:
+        lm.add_bos_token = own_choice
+
+
 def asks_in_chat(task: Task | Group, apply_chat_template: bool | None = None) -> bool:
     """Return whether the prompts of a task are turns of a chat. `apply_chat_template`: the user's choice, or None."""
     own_choice = bool((leaves_of(task)[0].get_config("metadata") or {}).get("apply_chat_template"))
@@ -118,7 +137,7 @@ def _prepare(task: Task, max_new_tokens: int | None) -> None:
     if task.get_config("num_fewshot") is None:
         task.set_config("num_fewshot", 0)
     task.set_fewshot_seed(1234)
-    if max_new_tokens and task.OUTPUT_TYPE == "generate_until":
+    if max_new_tokens is not None and task.OUTPUT_TYPE == "generate_until":
         task.set_config("generation_kwargs", {"max_gen_toks": max_new_tokens}, update=True)
 
 
@@ -188,7 +207,7 @@ def _group_problems(lines: pd.DataFrame) -> Iterator[tuple[str, Iterable[tuple[A
     """Yield the columns that divide the problems of a task into several groups, each with the groups and their values."""
     columns = [column for column in _GROUPS if column in lines] or ["task"]
     for column in columns:
-        groups = lines.groupby(column, sort=False)["correct"]
+        groups = lines.groupby(column)["correct"]
         if len(groups) > 1:
             yield column, groups
 
@@ -217,8 +236,7 @@ def _write_samples(lm: LoopedLM, name: str, lines: pd.DataFrame, output_dir: str
     gates = lm.columns["gates"].replace(" ", "_")
     readout = f"_readout_{lm.readout}" if lm.readout else ""
     path = Path(output_dir, f"samples_{name}_K{lm.num_loops}_{gates}{readout}.jsonl")
-    write_file(path, lines.to_json(orient="records", lines=True, force_ascii=False))
-    return path.name
+    return write_samples(path, lines).name
 
 
 def _make_line(sample: Mapping[str, Any], metric: str) -> dict[str, Any]:

@@ -183,6 +183,8 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch, log):
     for limit in (0, -2, "2"):
         with user_error(f"`limit` must be an integer of at least 1, got {limit!r}"):
             evaluate_tasks(lm, ["mmlu_stem"], limit=limit)
+        with user_error(f"`max_new_tokens` must be an integer of at least 1, got {limit!r}"):
+            evaluate_tasks(lm, ["mmlu_stem"], max_new_tokens=limit)
     for batch_size in (0, -1, "x"):
         with user_error(f'`batch_size` must be an integer of at least 1, or "auto", got {batch_size!r}'):
             LoopedLM(lm.model, tokenizer, batch_size=batch_size)
@@ -193,7 +195,9 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch, log):
     assert all((sample["answer"] == sample["target"]) == sample["correct"] for sample in samples)
     counts = Counter(sample["subject"] for sample in samples)
     assert len(counts) == 19 and {*counts.values()} == {1, 2, 3}
-    assert {row["group"]: row["n"] for row in parts if row["metric"] == "accuracy_by_subject"} == counts
+    by_subject = [row for row in parts if row["metric"] == "accuracy_by_subject"]
+    assert {row["group"]: row["n"] for row in by_subject} == counts
+    assert [row["group"] for row in by_subject] == sorted(counts)
     group = load_task("mmlu_stem")["mmlu_stem"]
     for task in group.get_all_tasks():
         task.process_results = lambda doc, results: {"acc": 3.0}  # such as a number of points
@@ -302,14 +306,36 @@ def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("is_own", "option"), [(True, None), (None, True)])
 def test_chat_prompts_have_a_system_turn(tokenizer, tmp_path, monkeypatch, is_own, option):
     task = own_benchmark("capitals", write_lines(tmp_path / "rows.jsonl", CAPITALS[:1]), **OWN, chat=is_own)
-    lm = LoopedLM(steady(), tokenizer)
+    lm = LoopedLM(steady(), tokenizer, add_bos_token=True)
     options = {"system_instruction": "Be brief.", "apply_chat_template": option, "max_new_tokens": 1}
     with user_error("`chat_template` must be set, because the prompts of `capitals`"):
         evaluate_tasks(lm, [task], **options)
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
     evaluate_tasks(lm, [task], output_dir=tmp_path, **options)
     (sample,) = read_lines(tmp_path / "samples_capitals_K4_none.jsonl")
+    assert lm.add_bos_token is True  # of other evaluations
     assert sample["prompt"] == "<|system|>\nBe brief.\n<|user|>\nThe capital of France is\n<|assistant|>\n"
+
+
+def test_samples_of_another_model_are_kept(tokenizer, tmp_path, log):
+    """An equal model replaces its own file, also with more problems. The third evaluation is again that of the first model."""
+    task = own_benchmark("capitals", write_lines(tmp_path / "rows.jsonl", CAPITALS), **OWN)
+    other = tiny_ouro()
+    with torch.no_grad():
+        other.lm_head.weight.neg_()
+    models, files, has_warned = {"steady": steady(), "other": other}, [], []
+    for name, limit in (("steady", 1), ("other", 2), ("steady", 2), ("other", 2)):
+        lm = LoopedLM(models[name], tokenizer)
+        accuracy, *_ = evaluate_tasks(lm, [task], output_dir=tmp_path, limit=limit, max_new_tokens=4)
+        files.append(accuracy["samples"])
+        has_warned.append("samples_capitals_K4_none.jsonl has other answers" in log.text)
+    first, second = "samples_capitals_K4_none.jsonl", "samples_capitals_K4_none_2.jsonl"
+    assert files == [first, second, first, second] and has_warned == [False, True, True, True]
+    texts = [[line["completion"] for line in read_lines(tmp_path / name)] for name in (first, second)]
+    assert len(texts[0]) == len(texts[1]) == 2 and texts[0] != texts[1]
+    (tmp_path / second).write_text("not of an evaluation")
+    (accuracy, *_) = evaluate_tasks(lm, [task], output_dir=tmp_path, max_new_tokens=4)
+    assert accuracy["samples"] == "samples_capitals_K4_none_3.jsonl"
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
