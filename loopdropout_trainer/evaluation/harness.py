@@ -22,6 +22,7 @@ from loopdropout_trainer.evaluation.loading import load_task, preserved_random_s
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
 from loopdropout_trainer.evaluation.program_checks import check_programs, leaves_of
 from loopdropout_trainer.evaluation.sample_files import write_samples
+from loopdropout_trainer.results.problems import digest_problems
 
 
 # lm-eval gives advice on custom data sets for each task that has one.
@@ -162,7 +163,8 @@ def _collect(
     main_metric, main_filter = main_key.split(",", 1)
     samples = _group_samples(leaves, evaluation)
     lines = pd.DataFrame([_make_line(sample, main_metric) for sample in samples[main_filter]])
-    shared = {"task": name, **place}
+    problems = digest_problems((sample["doc"], sample["target"]) for sample in samples[main_filter])
+    shared = {"task": name, **place, "problems": problems}
     by_key = {}
     for key in keys:
         metric, filter_name = key.split(",", 1)

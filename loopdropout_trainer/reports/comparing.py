@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pandas as pd
 
 from loopdropout_trainer.diagnostics import Comparison, compare_answers
 from loopdropout_trainer.errors import UserError, join_command
+from loopdropout_trainer.results.problems import have_other_problems
 from loopdropout_trainer.results.run_files import (
     DEVELOPMENT,
     check_results_folder,
@@ -45,39 +45,13 @@ def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops:
     Raises:
         UserError: if a run was not measured on the task at this depth, or the problems differ.
     """
-    samples = read_samples(_find_accuracy(folder, task, num_loops))
-    others = read_samples(_find_accuracy(baseline, task, num_loops))
-    if not have_same_problems(samples, others):
+    result, other = _find_accuracy(folder, task, num_loops), _find_accuracy(baseline, task, num_loops)
+    if have_other_problems(result, other):
         raise UserError(
-            f"Both runs must be measured on the same problems of {task}, but {folder} has {len(samples)} and {baseline} has "
-            f"{len(others)} problems, which are not the same. {EVALUATE_AGAIN}"
+            f"Both runs must be measured on the same problems of {task}, but {folder} has {result['n']} and {baseline} has "
+            f"{other['n']} problems, which are not the same. {EVALUATE_AGAIN}"
         )
-    return compare_answers(samples, others)
-
-
-def have_same_problems(samples: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
-    """Return whether the samples of two results are of the same problems in the same order, by their targets."""
-    return _list_targets(samples) == _list_targets(others)
-
-
-def _list_targets(samples: Iterable[Mapping[str, Any]]) -> list[Any]:
-    return [sample.get("target") for sample in samples]
-
-
-def read_targets(result: Mapping[str, Any]) -> list[Any]:
-    """Return the targets of the samples of a result, which tell its problems, or an empty list if the file is missing.
-
-    A report compares each method with the same results of LoRA, so an unchanged file is read once.
-    """
-    folder, name = result["folder"], result["samples"]
-    path = Path(folder, name)
-    return _read_targets(folder, name, path.stat().st_mtime_ns) if path.exists() else []
-
-
-@cache
-def _read_targets(folder: str, name: str, changed: int) -> list[Any]:
-    """Return the targets in a file of samples. `changed`: time of its last change, in ns."""
-    return _list_targets(read_samples({"folder": folder, "samples": name}))
+    return compare_answers(read_samples(result), read_samples(other))
 
 
 def _list_accuracies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -110,13 +84,13 @@ def compare_folders(folders: Sequence[str]) -> pd.DataFrame:
         if len(rows) == 1:  # of the baseline alone
             continue
         for folder, row in rows.items():
-            samples, comparison = read_samples(row), None
-            if folder != folders[-1] and have_same_problems(samples, others):
-                comparison = compare_answers(samples, others)
+            comparison = None
+            if folder != folders[-1] and not have_other_problems(row, baseline[place]):
+                comparison = compare_answers(read_samples(row), others)
             facts = {
                 "method": row["method"],
                 "seed": row["seed"],
-                "num_problems": len(samples),
+                "num_problems": row["n"],
                 "accuracy": row["value"],
             }
             lines.append({"task": place[0], "K": str(place[1]), "run": folder, **facts, "comparison": comparison})

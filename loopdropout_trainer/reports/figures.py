@@ -101,7 +101,7 @@ def overview_figure(results: pd.DataFrame) -> Any:
     from loopdropout_trainer.reports.plots import line_plot, mark_training_depth
 
     task = tasks_of(results[results["metric"] == "accuracy"])[0]
-    own = results[(results["task"] == task) & ~results["other_number"]]
+    own = results[(results["task"] == task) & (results["other_problems"] == "")]
     of_base = is_of_base(own)
     by_number = own[of_base & (own["metric"] == "last_number")].assign(method=f"{BASE_MODEL}, last number")
     accuracy = own[own["metric"] == "accuracy"]

@@ -47,7 +47,7 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.reports.base_names import unify_base_names
-from loopdropout_trainer.reports.problem_numbers import find_other_numbers
+from loopdropout_trainer.reports.other_problems import OTHER_FILE, OTHER_LIMIT, find_other_problems
 from loopdropout_trainer.reports.recipe_columns import read_column
 from loopdropout_trainer.reports.result_choice import (
     describe_choice_reason,
@@ -91,7 +91,8 @@ IGNORED = {
     "limit",
     "chose",
     "num_sweeps",
-    "other_number",
+    "problems",
+    "other_problems",
     *(f"recipe_{name}" for name in NO_EFFECT),
 }
 """Columns in which the results of one mean may differ."""
@@ -117,7 +118,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
 
     Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep),
     `checkpoint` (its step, if a checkpoint was measured), `code` (`number_codes`), `chose` (`_find_choosing`), `num_sweeps`
-    (number of sweeps of all results), and `other_number` (`find_other_numbers`), whose results `select` leaves out.
+    (number of sweeps of all results), and `other_problems` (`find_other_problems`), why `select` leaves a result out, or "".
 
     Four kinds of results are left out: those that a copy of a run's folder has again, those that repeat a measurement of a
     training itself, losses that only served the choice of a learning rate, and those of weights that a later training
@@ -141,7 +142,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     rows, of_choice = split_choices(rows)
     rows, repeated = split_repeated(rows)
     results = _make_frame(rows)
-    other_number = results[results["other_number"]].to_dict("records")
+    others = {reason: rows.to_dict("records") for reason, rows in results.groupby("other_problems")}
     because_of_choice = describe_choice_reason(of_choice, rows)
     left_out = describe_left_out_results(
         {
@@ -149,7 +150,8 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
             because_of_choice: of_choice,
             REPEATED: repeated,
             REPLACED: replaced,
-            OTHER_NUMBER: other_number,
+            OTHER_LIMIT: others.get(OTHER_LIMIT, []),
+            OTHER_FILE: others.get(OTHER_FILE, []),
         }
     )
     results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))
@@ -210,7 +212,7 @@ def _make_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     results["chose"] = _find_choosing(results)
     results["code"] = number_codes(results)
     results["num_sweeps"] = results["sweep"].nunique()
-    results["other_number"] = find_other_numbers(results, IGNORED)
+    results["other_problems"] = find_other_problems(results, IGNORED)
     return _keep_texts_together(results)
 
 
@@ -318,10 +320,6 @@ REPEATED = (
     "same ones. The numbers are in results.jsonl there."
 )
 REPLACED = "later trainings replaced the measured weights. Measure the present ones again."
-OTHER_NUMBER = (
-    "other results of the same method are on another number of problems of the task, so they have no common mean. Evaluate "
-    "all seeds with the same `benchmark_limit`."
-)
 
 
 def describe_left_out_results(left_out: dict[str, list[dict[str, Any]]]) -> str:
@@ -360,8 +358,8 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
 
     Without `gates` and `loop` the gates are one, or those of a training loss. Without `num_loops` and `loop` the depth is the
     depth of the training. Without `checkpoint` the weights are the final ones, and without `readout` the last loop is read
-    out. Without `task`, accuracies on problems that chose a learning rate are left out, and without `n`, those on another
-    number of problems than the other seeds (`find_other_numbers`). A `method` is named as in `has_method`.
+    out. Without `task`, accuracies on problems that chose a learning rate are left out, and without `n`, those on
+    other problems than the other seeds (`find_other_problems`). A `method` is named as in `has_method`.
     """
     is_wanted = np.full(len(results), True)
     for name, value in wanted.items():
@@ -377,7 +375,7 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     if "task" not in wanted:
         is_wanted &= ~(results["chose"] & (results["metric"] == "accuracy")).to_numpy()
     if "n" not in wanted:
-        is_wanted &= ~results["other_number"].to_numpy()
+        is_wanted &= (results["other_problems"] == "").to_numpy()
     return results[is_wanted]  # once, because a table of results has many columns
 
 

@@ -21,9 +21,10 @@ from loopdropout_trainer.diagnostics import (
     explain_disagreements,
 )
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS, have_same_problems, read_targets
+from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS
 from loopdropout_trainer.reports.frames import average, select, select_accuracies, tasks_of, values_by_seed
 from loopdropout_trainer.reports.labels import find_baseline, has_seeds, labelled
+from loopdropout_trainer.results.problems import have_other_problems
 from loopdropout_trainer.results.run_files import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 from loopdropout_trainer.terminal import format_fixed
 
@@ -150,27 +151,21 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
         return None
     gains = paired_gains(ours, other)
     unpaired = name_seeds(find_unpaired(ours, other), ", ")
-    if have_other_problems(ours, other, gains.index):
+    if are_on_other_problems(ours, other, gains.index):
         return Gain(math.nan, test=OTHER_PROBLEMS, num_pairs=len(gains), unpaired=unpaired)
     if part is not None:
         gains = paired_gains(ours, other, part)
     return _compare_gains(gains, ours, other, part)._replace(num_pairs=len(gains), unpaired=unpaired)
 
 
-def have_other_problems(ours: pd.DataFrame, other: pd.DataFrame, seeds: Iterable[float]) -> bool:
-    """Return whether two settings were measured on different problems of a task, by their numbers and by their samples."""
+def are_on_other_problems(ours: pd.DataFrame, other: pd.DataFrame, seeds: Iterable[float]) -> bool:
+    """Return whether two settings were measured on different problems of a task, by their numbers or in a common seed."""
     both = pd.concat([ours, other])
     if (both["metric"] != "accuracy").any() or both["task"].nunique() != 1:  # a difference between two tasks is wanted
         return False
     if both["n"].nunique() > 1:
         return True
-    if both["samples"].isna().any():
-        return False
-    for seed in seeds:
-        targets, others = (read_targets(side) for side in _of_seed(ours, other, seed))
-        if targets and others and targets != others:  # the files may be missing in a copy
-            return True
-    return False
+    return any(have_other_problems(*_of_seed(ours, other, seed)) for seed in seeds)
 
 
 def find_unpaired(ours: pd.DataFrame, other: pd.DataFrame) -> list[float]:
@@ -202,7 +197,8 @@ def _compare_problems(ours: pd.DataFrame, other: pd.DataFrame, seed: float) -> G
     if pd.concat([ours, other])["samples"].isna().any():
         return None
     samples, others = paired_samples(ours, other, seed)
-    if not samples or not have_same_problems(samples, others):  # of two tasks, or a file is missing
+    is_of_one_task = {*ours["task"]} == {*other["task"]}
+    if not samples or not others or not is_of_one_task:  # a file may be missing
         return None
     found = compare_answers(samples, others)
     if found.n < FEWEST_PROBLEMS:

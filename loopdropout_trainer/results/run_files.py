@@ -402,7 +402,7 @@ def is_finished(output_dir: str | Path) -> bool:
 
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     """Return the columns that two results in a folder share if one replaces the other."""
-    ignored = {"value", "n", "limit", "samples", *unneeded_columns(row)}
+    ignored = {"value", "n", "limit", "samples", "problems", *unneeded_columns(row)}
     return frozenset((name, str(value)) for name, value in row.items() if name not in ignored and value is not None)
 
 

@@ -624,7 +624,8 @@ def test_seeds_on_another_number_of_problems_are_left_out(tmp_path):
         for seed in (1, 2):
             write(tmp_path / method / str(seed), [{"value": 50.0 + seed}], method=method, seed=seed)
     changed = {"method": "LoRA", "seed": 2, "value": 90.0, "n": 10}
-    write(tmp_path / "LoRA/2", [changed, {**changed, "gates": "loop 1", "loop": 1}])
+    rows = [changed, {**changed, "gates": "loop 1", "loop": 1}]
+    write(tmp_path / "LoRA/2", rows, {"benchmark_limit": 10})
     write(tmp_path / "LoRA/1", [{"method": "LoRA", "value": 7.0, "gates": "loop 1", "loop": 1}])
     results = frames.load_results(tmp_path)
     assert results.attrs["left_out"] == (
@@ -639,6 +640,33 @@ def test_seeds_on_another_number_of_problems_are_left_out(tmp_path):
     write(tmp_path / "LoRA/3", [{**changed, "seed": 3, "n": 40}])  # a tie in the task
     write(tmp_path / "LoRA/1", [{"value": 7.0, "n": 10, "seed": 1}])
     assert cell(tmp_path, method="LoRA", show="seeds") == "7.00 / 90.00"
+
+
+@pytest.mark.parametrize("has_digest", [True, False])
+def test_seeds_on_changed_problems_are_left_out(has_digest, tmp_path):
+    """As after an edit of a benchmark's file between two starts of a sweep, whose number of problems may stay the same."""
+    for method in ("LoRA", "Loop Dropout"):
+        for seed in (1, 2, 3):
+            row = {"value": 50.0 + seed, "n": 12, "seed": seed, "samples": "s.jsonl", "method": method}
+            is_changed = seed == 3
+            if has_digest:
+                row["problems"] = f"digest {is_changed}"
+            folder = tmp_path / method / str(seed)
+            write(folder, [row, {**row, "num_loops": 2}])
+            targets = [f"answer {is_changed} {number}" for number in range(12)]
+            write_lines(folder / "s.jsonl", [{"correct": 1, "target": target} for target in targets])
+            if has_digest:
+                (folder / "s.jsonl").unlink()
+    sentence = (
+        f"Left out: 4 results in 2 folders such as {tmp_path}/LoRA/3, because other results of the same method are on other "
+        "problems of the task, so they have no common mean. The limit is the same, so the file or data set of the task has "
+        "changed between the measurements. Measure all seeds again on the same one."
+    )
+    assert frames.load_results(tmp_path).attrs["left_out"] == sentence
+    assert accuracy_table(tmp_path).loc[("b", "4", "LoRA"), "accuracy"] == "51.50 ± 0.71"
+    more = {"method": "LoRA", "seed": 4, "value": 9.0, "n": 14, "problems": "more"}
+    write(tmp_path / "LoRA/4", [more, {**more, "num_loops": 2}])  # a changed file, although the number tells it
+    assert "6 results in 3 folders" in frames.load_results(tmp_path).attrs["left_out"]
 
 
 def test_copies_of_a_base_model_have_one_name(tmp_path):

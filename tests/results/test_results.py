@@ -220,6 +220,7 @@ def write_answers(folder, task, num_loops, correct):
         "task": task,
         "num_loops": num_loops,
         "samples": name,
+        "n": len(correct),
         "value": 100 * sum(correct) / len(correct),
     }
     write_results(folder, [training, row])

@@ -1,0 +1,77 @@
+"""Accuracies of one method on several sets of problems, as after another `benchmark_limit` or a change of a benchmark's file.
+
+A mean over seeds, and a difference between methods, need the same problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pandas as pd
+
+from loopdropout_trainer.results.problems import name_problems
+from loopdropout_trainer.results.run_files import DIAGNOSTIC_METRICS
+
+
+OTHER_LIMIT = (
+    "other results of the same method are on another number of problems of the task, so they have no common mean. Evaluate "
+    "all seeds with the same `benchmark_limit`."
+)
+OTHER_FILE = (
+    "other results of the same method are on other problems of the task, so they have no common mean. The limit is the same, "
+    "so the file or data set of the task has changed between the measurements. Measure all seeds again on the same one."
+)
+"""Reasons why results are left out of a mean."""
+
+
+def find_other_problems(results: pd.DataFrame, ignored: Collection[str]) -> pd.Series:
+    """Return the reason why each result is left out of means, because it is on other problems than the other seeds, or "".
+
+    The results stay whose problems most results of the task have, also those of other methods, so that methods can be
+    compared. Of equally many, those on more problems stay, and then the last ones.
+
+    Args:
+        results: Results of a frame of `load_results`.
+        ignored: Columns in which the results of one mean may differ.
+    """
+    reasons = pd.Series("", results.index, dtype=object)
+    # The results of diagnostics have a table for each number of tokens.
+    counted = results[~results["metric"].isin(DIAGNOSTIC_METRICS) & results["n"].notna()]
+    counted = counted.assign(problems=_name_problems(counted))
+    # Only few methods have several sets of problems, if any, so that the comparison of all columns is short.
+    by_method = counted.groupby(["task", "metric", "method"], dropna=False)["problems"]
+    several = counted[by_method.transform("nunique") > 1]
+    if several.empty:
+        return reasons
+    num_results = counted.groupby(["task", "metric", "group", "problems"], dropna=False)["value"].transform("size")
+    columns = [name for name in several if name not in ignored and name != "n" and several[name].notna().any()]
+    for _, rows in several.groupby(columns, dropna=False):
+        if rows["problems"].nunique() == 1:
+            continue
+        ranks = pd.DataFrame({"num_results": num_results[rows.index], "n": rows["n"]})
+        kept = rows.loc[ranks.sort_values(["num_results", "n"], kind="stable").index[-1]]
+        others = rows[rows["problems"] != kept["problems"]]
+        reasons[others.index] = OTHER_FILE
+        is_limited = (others["n"] != kept["n"]) & _have_other_limit(others, kept)
+        reasons[others.index[is_limited]] = OTHER_LIMIT
+    return reasons
+
+
+def _name_problems(results: pd.DataFrame) -> pd.Series:
+    """Return a name of the problems of each result: their number, with what else is known of them.
+
+    A result whose problems are not known, of an older version, has the most common name of its number.
+    """
+    names = results["n"].map("{:g}".format).astype(object)
+    for _, rows in results.groupby(["task", "metric", "n"], dropna=False):
+        known = pd.Series(name_problems(rows.to_dict("records")), rows.index, dtype=object)
+        if known.notna().any():
+            names[rows.index] += " " + known.fillna(known.mode()[0])
+    return names
+
+
+def _have_other_limit(results: pd.DataFrame, kept: pd.Series) -> pd.Series:
+    """Return whether the `benchmark_limit` of each result is not that of the kept one."""
+    limits = results.reindex(columns=["recipe_benchmark_limit"])["recipe_benchmark_limit"].fillna(0)
+    limit = kept.get("recipe_benchmark_limit")
+    return limits != (0 if pd.isna(limit) else limit)

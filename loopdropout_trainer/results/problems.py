@@ -1,0 +1,74 @@
+"""Which problems of a task a result was measured on.
+
+A result of an evaluation has a digest of its problems and their answers in the column `problems`. An older result does not
+have it. Then the answers in the file of its samples tell its problems.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from loopdropout_trainer.results.run_files import read_samples
+
+
+def digest_problems(problems: Iterable[tuple[Mapping[str, Any], Any]]) -> str:
+    """Return a digest of problems in their order: the columns of each one, and its reference answer."""
+    digest = hashlib.sha256()
+    for columns, answer in problems:
+        text = json.dumps([columns, str(answer)], sort_keys=True, default=str)
+        digest.update(f"{text}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def have_other_problems(result: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether it is known that two results of a task were measured on different problems."""
+    if result["n"] != other["n"]:
+        return True
+    ours, others = name_problems([result, other])
+    return None not in (ours, others) and ours != others
+
+
+def name_problems(results: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """Return a text for each result of a task that is the same for the same problems, or None where it is not known.
+
+    It is the digest if all results have one, because it cannot be compared with the answers in the samples of an older result.
+    A result without a digest and without samples, as in a copy without these files, does not count.
+    """
+    has_digest = [_has_text(result, "problems") for result in results]
+    has_samples = [_has_samples(result) for result in results]
+    uses_digests = all(digest or not samples for digest, samples in zip(has_digest, has_samples, strict=True))
+    names: list[str | None] = []
+    for result, digest, samples in zip(results, has_digest, has_samples, strict=True):
+        if uses_digests and digest:
+            names.append(result["problems"])
+        elif samples:
+            names.append(_digest_targets(result))
+        else:
+            names.append(None)
+    return names
+
+
+def _has_text(result: Mapping[str, Any], column: str) -> bool:
+    return isinstance(result.get(column), str)  # a missing cell of a data frame is a number
+
+
+def _has_samples(result: Mapping[str, Any]) -> bool:
+    return _has_text(result, "samples") and Path(result["folder"], result["samples"]).is_file()
+
+
+def _digest_targets(result: Mapping[str, Any]) -> str:
+    """Return a digest of the answers in the samples of a result. An unchanged file is read once for a report."""
+    folder, name = result["folder"], result["samples"]
+    return _digest_file(folder, name, Path(folder, name).stat().st_mtime_ns)
+
+
+@cache
+def _digest_file(folder: str, name: str, changed: int) -> str:
+    """Return the digest of the answers in a file of samples. `changed`: time of its last change, in ns."""
+    samples = read_samples({"folder": folder, "samples": name})
+    return digest_problems(({}, sample.get("target")) for sample in samples)
