@@ -41,6 +41,7 @@ from loopdropout_trainer.settings.field_hints import InnerFields
 from loopdropout_trainer.settings.library_fields import SEED_BOUNDS, unsafe_names
 from loopdropout_trainer.settings.recipe import IMPORTED, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
+from loopdropout_trainer.sweeps.changed_problems import is_outdated
 from loopdropout_trainer.sweeps.code import (
     PresentCode,
     accept_other_results,
@@ -269,10 +270,9 @@ class Sweep:
         known = self.scores.get(run.name)
         if known is not None and known[0] == imports:
             return known[1]
-        folder = self.folder(run)
         score = self._read_score(run)
         # The code of the run is read last, because every worker asks each second for the runs that are trained.
-        if score is None or find_uncounted_code(self, folder) is not None:
+        if score is None or is_outdated(self, run):
             return None
         self.scores[run.name] = (imports, score)
         return score
@@ -287,7 +287,7 @@ class Sweep:
 
         It need not if it only serves the choice and has its score, or if its loss is not finite. `Run.is_complete` of a
         training script is stricter: a run with a damaged adapter is not complete. The sweep still has its results. A run that
-        was trained with other imported code is not done.
+        was trained with other imported code, or measured on other problems of an own benchmark, is not done.
 
         Raises:
             UserError: if the run in the folder has other training settings.
@@ -306,7 +306,7 @@ class Sweep:
         has_score = run.selects and score is not None
         # A run may have further results, of fields that are no longer set.
         is_measured = is_finished(folder) and not compare_recipes(saved, new, fields=new)
-        is_done = (is_measured or has_score or score == NON_FINITE) and find_uncounted_code(self, folder) is None
+        is_done = (is_measured or has_score or score == NON_FINITE) and not is_outdated(self, run)
         if is_done:
             self.done[run] = imports
         return is_done

@@ -81,7 +81,16 @@ class Run(NamedTuple):
     def is_complete(self) -> bool:
         """Whether the run has finished with all of its measurements."""
         is_measured = is_finished(self.args.output_dir) and not find_difference(self.args.output_dir, self.recipe)
-        return is_measured and self.is_trained
+        return is_measured and self.is_trained and not self.changed_benchmarks
+
+    @property
+    def changed_benchmarks(self) -> list[str]:
+        """Own benchmarks whose files have changed since the run was measured on them."""
+        if not self.recipe.get("own_benchmarks"):  # as in most recipes, which need no import of lm-eval
+            return []
+        from loopdropout_trainer.evaluation.changed_problems import find_changed_benchmarks
+
+        return find_changed_benchmarks(self.args.output_dir, self.recipe)
 
     @property
     def title(self) -> str:

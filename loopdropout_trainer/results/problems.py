@@ -53,6 +53,22 @@ def name_problems(results: Sequence[Mapping[str, Any]]) -> list[str | None]:
     return names
 
 
+def is_measured_on(result: Mapping[str, Any], problems: Sequence[tuple[Mapping[str, Any], Any]]) -> bool:
+    """Return whether a result can be one on some problems, as far as an older result without samples tells it.
+
+    Args:
+        result: Result of an evaluation, with its column `folder`.
+        problems: Columns and reference answer of each problem.
+    """
+    if result["n"] != len(problems):
+        return False
+    if _has_text(result, "problems"):
+        return result["problems"] == digest_problems(problems)
+    if _has_samples(result):
+        return _digest_targets(result) == digest_problems(({}, answer) for _, answer in problems)
+    return True
+
+
 def _has_text(result: Mapping[str, Any], column: str) -> bool:
     return isinstance(result.get(column), str)  # a missing cell of a data frame is a number
 

@@ -35,6 +35,7 @@ from loopdropout_trainer.results.run_files import is_of_training, read_own_resul
 from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_running, is_running
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.settings.recipe import build_part
+from loopdropout_trainer.sweeps.changed_problems import describe_changed_problems
 from loopdropout_trainer.sweeps.choice_plan import by_method, describe_choice_plan
 from loopdropout_trainer.sweeps.code import (
     can_accept_other_results,
@@ -153,6 +154,7 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, TrainingExamples | No
         "choice": describe_choice_plan(sweep, examples, trainings),
         "evaluation": by_method(_describe_evaluations(sweep)),
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
+        "measured again": describe_changed_problems(sweep),
         "also there": describe_other_runs(sweep),
         "done": _describe_done(sweep, num_ended, total, measured),
     }

@@ -24,10 +24,12 @@ from helpers.processes import Program, python, wait_for
 from helpers.tiny import steady, tiny_ouro
 from loopdropout_trainer.diagnostics import answer_decomposition
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, own_benchmark, scorers
+from loopdropout_trainer.evaluation.changed_problems import load_problems
 from loopdropout_trainer.evaluation.loading import check_benchmarks, load_benchmarks, load_task
 from loopdropout_trainer.evaluation.plan import Setting, print_evaluation_plan
 from loopdropout_trainer.jobs.measuring import evaluate as measure_tasks
 from loopdropout_trainer.reports.printing import print_evaluation
+from loopdropout_trainer.results.problems import is_measured_on
 from loopdropout_trainer.results.run_files import read_recipe, read_results
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
@@ -235,6 +237,11 @@ def test_own_benchmark_scores_answers(replay, tmp_path):
     assert (accuracy["task"], accuracy["metric"], accuracy["value"]) == ("capitals", "accuracy", 50)
     shown = [(sample["prompt"], sample["target"], sample["correct"]) for sample in samples]
     assert shown == [("The capital of France is", "Paris", 1), ("The capital of Peru is", "Lima", 0)]
+    fields = {**OWN, "files": str(files)}
+    problems = load_problems("capitals", fields, None)
+    assert is_measured_on(accuracy, problems) and not is_measured_on(accuracy, problems[:1])
+    write_lines(tmp_path / "rows.jsonl", [CAPITALS[0], {**CAPITALS[1], "country": "the Peru"}])  # the same answers
+    assert not is_measured_on(accuracy, load_problems("capitals", fields, None))
 
 
 @pytest.mark.parametrize(

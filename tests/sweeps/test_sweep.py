@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch.nn import Identity
 
 from helpers.errors import user_error
-from helpers.files import ROOT, load_script, read_lines
+from helpers.files import ROOT, load_script, read_lines, write_lines
 from helpers.hub import running_hub
 from helpers.processes import PATIENCE, ForkedPopen, Program, python, wait_for
 from loopdropout_trainer import hub
@@ -37,6 +37,7 @@ from loopdropout_trainer.evaluation import loading, sandbox
 from loopdropout_trainer.files import TINY_OURO_PATH, lock_folder
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.jobs import training_data
+from loopdropout_trainer.jobs.runs import Run
 from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.results.imported_code import (
@@ -69,6 +70,7 @@ from loopdropout_trainer.sweeps.own_runs import list_own_folders
 from loopdropout_trainer.sweeps.run_times import RunKind
 from loopdropout_trainer.sweeps.summary import print_summary
 from loopdropout_trainer.sweeps.workers import _describe_start, _find_checkpoint, read_message
+from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
 sweep = load_script("recipes/sweep.py")
@@ -1021,6 +1023,35 @@ def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
     sweep.main([*words, "1", "--seeds", "101"])
     remark = "the time of runs that choose a learning rate and measurements is not known (none has ended yet)"
     assert f"\ndone            1 of 3 trainings, {remark}{indent}measured on average" in capsys.readouterr().out
+
+
+def test_changed_benchmark_is_measured_again(lab, capsys):
+    """Also if its number of problems stays the same, and by a training that starts again. One run has samples."""
+    problems = [{"question": f"{number} + 1?", "answer": f"#### {number + 1}"} for number in range(10)]
+    file = lab.folder / "mine.jsonl"
+    write_lines(file, problems)
+    measure = {"benchmarks": ["mine"], "own_benchmarks": {"mine": {"files": str(file), "like": "gsm8k"}}}
+    made = lab.run(learning_rates=[0.01], measure=measure)
+    (row,) = [row for row in read_lines(lab.out / "lora/lr_0.01/seed_102/results.jsonl") if row["task"] == "mine"]
+    write_lines(lab.out / "lora/lr_0.01/seed_102/s.jsonl", [{"target": problem["answer"]} for problem in problems])
+    write_results(lab.out / "lora/lr_0.01/seed_102", [{**row, "samples": "s.jsonl"}])
+    assert lab.sweep(learning_rates=[0.01], measure=measure).pending() == []
+    write_lines(file, [*problems[:9], {**problems[9], "answer": "#### 7"}])
+    made = lab.sweep(learning_rates=[0.01], measure=measure)
+    (run,) = made.pending()
+    assert run.name == "lora/lr_0.01/seed_102"
+    args = LoopDropoutConfig(output_dir=str(made.folder(run)), use_cpu=True)
+    assert Run(None, args, made.run_settings(run)).changed_benchmarks == ["mine"]
+    write_lines(file, problems * 2)
+    sweep.main([lab.file, "--dry_run", "true"])
+    assert (
+        "\nmeasured again  2 runs on the present problems of mine, because its files have changed since: "
+        "lora/lr_0.01/seed_101, lora/lr_0.01/seed_102\n"
+    ) in capsys.readouterr().out
+    made = lab.sweep(learning_rates=[0.01, 0.02], measure=measure, select_on="mine")
+    assert made.choice("lora").best is None  # the score is one on other problems
+    file.unlink()  # as in a copy of the sweep
+    assert lab.sweep(learning_rates=[0.01], measure=measure).pending() == []
 
 
 def test_plan_warns_of_gates_with_another_mean(lab, capsys, forks):
