@@ -160,7 +160,10 @@ class LoopedLM(HFLM):
     @property
     def gates(self) -> list[float] | None:
         """Own gates [K] of the next evaluation. None: unit gates, or those of a block of `use_gates`."""
-        return parse_gates(self.given_gates, self.num_loops)
+        gates = parse_gates(self.given_gates, self.num_loops)
+        if gates is None and self.given_gates is not None and self.looped.gate_state.gates is not None:
+            return [1.0] * self.num_loops  # own unit gates apply instead of those of a block
+        return gates
 
     def _check_readout(self) -> None:
         if self.readout is not None and not 1 <= self.readout <= self.num_loops:

@@ -71,7 +71,8 @@ def test_blocks_apply_to_a_model_made_before_them(tokenizer):
     model = adapted(varied(tiny_ouro()))
     score = lambda lm: lm.loglikelihood(requests("loglikelihood", PAIRS[:2]), disable_tqdm=True)
     lm, fixed, third = (LoopedLM(model, tokenizer, **options) for options in ({}, {"num_loops": 6}, {"readout": 3}))
-    at_six = score(fixed)
+    at_six, at_four = score(fixed), score(lm)
+    own_unit = LoopedLM(model, tokenizer, gates="1-1-1-1")
     expected = score(LoopedLM(model, tokenizer, num_loops=2))
     with use_depth(model, 2):
         assert repr(lm).endswith("num_loops 2, gates unit") and lm.columns["num_loops"] == 2
@@ -88,6 +89,7 @@ def test_blocks_apply_to_a_model_made_before_them(tokenizer):
     expected = score(LoopedLM(model, tokenizer, gates=gates, readout=3))
     with use_gates(model, gates):
         assert score(third) == expected
+        assert score(own_unit) == at_four != score(lm) and own_unit.columns["gates"] == "unit"
         assert score(LoopedLM(model, tokenizer, num_loops=6, gates=[1] * 5 + [0])) != at_six
         for run in (score, lambda lm: lm.columns):
             with user_error(
