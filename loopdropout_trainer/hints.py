@@ -139,7 +139,7 @@ def recipe_hint(name: str, others: Iterable[str] = ()) -> str:
 
     The name may lack the folder of the recipe or its ending, or be the name of a folder.
     """
-    stem = name.removeprefix("recipes/").rstrip("/").removesuffix(".yaml")
+    stem = name.removeprefix("recipes/").rstrip("/").removesuffix(".yaml").removesuffix(".yml")
     file = f"{stem}.yaml"
     recipes, same = recipe_names(), find_recipes_of_name(file)
     if file in recipes:

@@ -212,6 +212,22 @@ def warn_of_unused_epochs(recipe: Mapping[str, Any], changes: Mapping[str, Any])
         )
 
 
+def warn_of_replaced_mappings(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Warn if a mapping of a command line replaces that of the recipe, and lacks fields that the recipe sets in it."""
+    for name, value in changes.items():
+        former = recipe.get(name)
+        if not isinstance(value, dict) or not isinstance(former, dict):
+            continue
+        lost = [field for field in former if field not in value]
+        if lost and os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "`--%s` replaces the whole mapping of the recipe, so its fields %s are no longer set. To keep them, repeat "
+                "them.",
+                name,
+                ", ".join(map(str, lost)),
+            )
+
+
 def _name_value(value: Any) -> str:
     """Return a value as a recipe has it. A single word of a command line is no list."""
     if isinstance(value, list):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os.path
+import re
 import shlex
 import sys
 from collections.abc import Collection, Sequence
@@ -14,6 +15,10 @@ from loopdropout_trainer.errors import UserError, check_type, describe_type, sho
 from loopdropout_trainer.settings.field_hints import HOW_TO_COMPARE, WITHOUT_VALUE, WORDS_FOR_NULL
 from loopdropout_trainer.settings.fields import check_choice, check_value, choices_of, items_of, single_types
 from loopdropout_trainer.settings.read_yaml import read_yaml
+
+
+_COMMAS = re.compile(r"[\d.eE+-]+(,[\d.eE+-]+)+,?")
+"""Numbers that are separated by commas."""
 
 
 def _is_list(hint: Any) -> bool:
@@ -30,6 +35,7 @@ def is_optional(hint: Any) -> bool:
 def read_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
     """Return a value as a field takes it. Raise UserError unless it has the field's type, choices and bounds."""
     _check_null(field.name, value, hint)
+    _check_commas(field.name, value, hint)
     fitted = _fit(value, hint)
     check_choice(field.name, fitted, choices_of(field, single_types(hint)))
     if isinstance(fitted, list):
@@ -65,6 +71,19 @@ def _check_null(name: str, value: Any, hint: Any) -> None:
     if isinstance(words[0], str) and words[0].lower() in WORDS_FOR_NULL:
         purpose = WITHOUT_VALUE.get(name, "for no value")
         raise UserError(f"`{name}` must be {describe_accepted(hint)}, got {words[0]!r}. Write `null` {purpose}.")
+
+
+def _check_commas(name: str, value: Any, hint: Any) -> None:
+    """Raise UserError with the right form if a list of numbers gets numbers with commas in one word, such as "1,2,3"."""
+    if not _takes_single_item(single_types(hint)):
+        return
+    for word in items_of(value):
+        if isinstance(word, str) and _COMMAS.fullmatch(word):
+            numbers = " ".join(word.replace(",", " ").split())
+            raise UserError(
+                f"`{name}` must be {describe_accepted(hint)}, got {word!r}. Separate the numbers by spaces: `--{name} "
+                f"{numbers}`."
+            )
 
 
 def _fit(value: Any, hint: Any) -> Any:

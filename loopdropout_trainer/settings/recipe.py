@@ -27,6 +27,7 @@ from loopdropout_trainer.settings.field_hints import (
     check_advice,
     field_hint,
     list_fields,
+    warn_of_replaced_mappings,
     warn_of_unused_epochs,
 )
 from loopdropout_trainer.settings.field_values import is_optional, option_value, read_value
@@ -213,6 +214,7 @@ def read_settings(
         if name in unread:
             raise UserError(f"`{name}` is a field of trainings, which has no effect on this script. Remove it.")
     warn_of_unused_epochs(recipe, changes)
+    warn_of_replaced_mappings(recipe, changes)
     given = {name: value for name, value in override(recipe, changes).items() if name not in unread}
     check_advice(given, fields, getattr(dataclass_types[0], "advice", {}))
     return _read_values(given, fields, hints, getattr(dataclass_types[0], "inner_fields", None))

@@ -20,7 +20,7 @@ def hint_at_folder(folder: Path) -> str:
     """Return the end of a message about a folder that is given as a recipe: which file or command is meant, or ""."""
     recipe = folder / "recipe.yaml"
     if recipe.is_file():
-        return f" Did you mean {recipe}?"
+        return f" Did you mean {recipe}? It is the recipe of a training, as for `{join_command('sft', recipe)}`."
     report = f"`{join_command('report', folder)}`"
     runs = list_runs(folder)
     if runs:

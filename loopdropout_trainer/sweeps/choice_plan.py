@@ -9,6 +9,7 @@ from loopdropout_trainer.costs.trainings import Training
 from loopdropout_trainer.data.arguments import count_held_out
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.jobs.training_data import NotLoaded, TrainingExamples
+from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.training.evaluation_fields import word_of
 
 
@@ -40,7 +41,12 @@ def describe_choice_plan(
         return ""
     num_runs = sum(len(sweep.choice(method).rates) for method in sweep.recipes)
     if sweep.select_on != "eval_loss":
-        return f"{count(num_runs, 'evaluation')} of {sweep.select_on}"
+        text = f"{count(num_runs, 'evaluation')} of {sweep.select_on}"
+        if sweep.select_on != DEVELOPMENT:
+            text += (
+                f"\nthe report then has no test on {sweep.select_on}, because its problems choose the learning rates"
+            )
+        return text
     places, warnings = {}, {}
     for method, training in trainings.items():
         num_held_out = _count_held_out(examples.get(method), training)

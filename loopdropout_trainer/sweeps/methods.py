@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from math import inf
 from pathlib import Path
@@ -115,7 +118,8 @@ def check_fields(sweep: Any, methods: dict[str, Any]) -> None:
         if hint:
             raise UserError(f"`select_on` must be `eval_loss`, `{DEVELOPMENT}` or a task, got {chosen_by!r}.{hint}")
     for name, definition in methods.items():
-        _check_rule(sweep, name, definition)
+        with naming_method(sweep, name):
+            _check_rule(sweep, name, definition)
     if sweep.script not in TRAININGS:
         return
     places = [("in `settings`", sweep.settings), ("in `measure`", sweep.measure)]
@@ -125,6 +129,28 @@ def check_fields(sweep: Any, methods: dict[str, Any]) -> None:
         places.append((f"of the method {name} in `methods`", own))
     for place, settings in places:
         check_names(settings, sweep.script, place, sweep.__dataclass_fields__)
+
+
+@contextmanager
+def naming_method(sweep: Any, name: str) -> Iterator[None]:
+    """Let a UserError about a field that a method itself sets name the method.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+        name: Name of the method in the sweep.
+    """
+    definition = read_methods(sweep.methods)[name]
+    try:
+        yield
+    except UserError as error:
+        _, own = _read_definition(sweep, definition)
+        fields = {*own}
+        if fields & {"p", "rule_args"}:  # the message about a field of a rule begins with the rule
+            fields.add("rule")
+        begin = re.match(r"`(\w+)", str(error))
+        if name == definition or begin is None or begin[1] not in fields:
+            raise
+        raise UserError(f"In the method {name} of `methods`: {error}") from None
 
 
 def _check_rule(sweep: Any, name: str, definition: str | dict) -> None:

@@ -48,6 +48,7 @@ from loopdropout_trainer.sweeps.counts import (
     describe_other_runs,
     describe_uncounted,
 )
+from loopdropout_trainer.sweeps.methods import naming_method
 from loopdropout_trainer.sweeps.run_times import describe_means, describe_planned_time, name_time
 from loopdropout_trainer.terminal import print_sentences, titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
@@ -282,7 +283,8 @@ def _read_trainings(sweep: Any) -> dict[str, Training]:
     for method, recipes in sweep.recipes.items():
         recipe = {**recipes.selecting, "output_dir": sweep.output_dir}
         # `num_threads` would set the threads of the sweep itself.
-        model, adapter, args = build_part(kinds, {**recipe, "num_threads": None})
+        with naming_method(sweep, method):
+            model, adapter, args = build_part(kinds, {**recipe, "num_threads": None})
         key = repr((model, adapter))
         if key not in starts:
             starts[key] = read_start(model, adapter)
@@ -372,12 +374,13 @@ def _read_options(recipe: Mapping[str, Any]) -> SFTArguments:
 def _check_measurements(sweep: Any) -> None:
     """Raise UserError for a measurement that a run of a sweep would refuse after others have been trained."""
     checked = set()
-    for recipes in sweep.recipes.values():
+    for method, recipes in sweep.recipes.items():
         runs = [recipes.final]
         if not sweep.full_grid:
             runs.append(recipes.selecting)
         for recipe in runs:
-            options = _read_options(recipe)
+            with naming_method(sweep, method):
+                options = _read_options(recipe)
             data = [recipe.get(name) for name in ("preparation", "num_eval_examples", "eval_files", "rule")]
             key = repr((options, data))
             if key not in checked:  # own benchmarks read their files

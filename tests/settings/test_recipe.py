@@ -355,8 +355,11 @@ def test_folder_of_a_run_is_no_recipe(write, tmp_path):
     with user_error(re.escape(f"The recipe {tmp_path} must be a file, and it is a folder.") + "$"):
         load_recipe(tmp_path)
     path = write("p: 0.1\n")
-    with user_error(re.escape(f"and it is a folder. Did you mean {path}?")):
+    training = f"It is the recipe of a training, as for `loopdropout sft {path}`."
+    with user_error(re.escape(f"and it is a folder. Did you mean {path}? {training}")):
         load_recipe(tmp_path)
+    with user_error(f"Did you mean {str(path)!r}"):  # with the other ending of YAML
+        load_recipe(Path(path).with_suffix(".yml"))
 
 
 def test_other_folder_given_as_a_recipe_is_named(tmp_path):

@@ -1022,7 +1022,14 @@ def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
     assert f"{done}, about 0:16:40 left, not counting runs that choose a learning rate and measurements (none" in lines
     sweep.main([*words, "1", "--seeds", "101"])
     remark = "the time of runs that choose a learning rate and measurements is not known (none has ended yet)"
-    assert f"\ndone            1 of 3 trainings, {remark}{indent}measured on average" in capsys.readouterr().out
+    lines = capsys.readouterr().out
+    assert (
+        f"\ndone            1 of 3 trainings, {remark}{indent}measured on average" in lines and "no test" not in lines
+    )
+    lab.sweep(select_on="arithmetic_test", output_dir=str(lab.folder / "other"))
+    sweep.main([lab.file, "--dry_run", "true"])
+    remark = "the report then has no test on arithmetic_test, because its problems choose the learning rates"
+    assert f"\nchoice          3 evaluations of arithmetic_test{indent}{remark}\n" in capsys.readouterr().out
 
 
 def test_changed_benchmark_is_measured_again(lab, capsys):
@@ -1113,6 +1120,29 @@ def test_plan_names_runs_that_the_sweep_does_not_have(lab, capsys, monkeypatch):
     sweep.main([lab.file, "--dry_run", "true"])
     out = capsys.readouterr().out
     assert "also there" not in out and "done            4 of 4 trainings" in out
+
+
+@pytest.mark.parametrize(("own", "error"), [
+    ({"p": 1.5}, r"In the method x of `methods`: `p` must be a number in \[0, 1\), got 1.5."),
+    ({"rule_args": {"a": 1}}, "In the method x of `methods`: `rule: loop_dropout` has no field 'a'. It takes p."),
+    ({"benchmark_limit": 0}, "In the method x of `methods`: `benchmark_limit` must be at least 1"),
+    ({"lora_r": 4}, "^`learning_rates`|^`num_loops` must be"),
+])  # fmt: skip
+def test_errors_of_fields_of_a_method_name_it(lab, own, error):
+    """A wrong field of the recipe or of `settings` concerns all methods, and its error names none."""
+    lab.sweep("sft", methods=[{"lora": "lora", "x": own}], settings={"num_loops": 0} if "lora_r" in own else {})
+    with user_error(error):
+        sweep.main([lab.file, "--dry_run", "true"])
+
+
+def test_mapping_of_a_command_line_replaces_that_of_the_recipe(lab, log):
+    lab.sweep("sft", settings={"max_steps": 3, "lora_r": 4}, measure={"benchmark_limit": 5})
+    for settings, is_warned in (({"max_steps": 2, "lora_r": 2}, False), ({"max_steps": 2}, True)):
+        words = ["--settings", json.dumps(settings), "--measure", '{"benchmark_limit": 6}']
+        (made,) = parse((sweep.Sweep,), [lab.file, *words])
+        assert made.settings == settings
+        warning = "`--settings` replaces the whole mapping of the recipe, so its fields lora_r are no longer set."
+        assert (warning in log.text) == is_warned and "--measure" not in log.text
 
 
 def test_plan_reads_values_as_a_training_does(lab, capsys):
@@ -1649,6 +1679,12 @@ ERRORS = [
     (
         {"select_on": "developmnt"},
         "`select_on` must be `eval_loss`, `development` or a task, got 'developmnt'. Did you mean 'development'?",
+    ),
+    ({"seeds": "1,2,3"}, "got '1,2,3'. Separate the numbers by spaces: `--seeds 1 2 3`."),
+    ({"learning_rates": ["1e-3,2e-3"]}, "Separate the numbers by spaces: `--learning_rates 1e-3 2e-3`."),
+    (
+        {"methods": {"x": {"rule": "loop_dropuot"}}},
+        "In the method x of `methods`: `rule` must be one of adaptive, ",
     ),
     ({"seeds": []}, "`seeds` must have at least one value, such as `--seeds 101 102 103`."),
     ({"learning_rates": [], "seeds": [], "methods": ["lora", "loop_dropuot"]}, "Did you mean 'loop_dropout'?"),
