@@ -113,6 +113,8 @@ def format_fixed(value: float, decimals: int, sign: bool = False) -> str:
         return f"{value:{plus}.{decimals}f}"
     as_decimal = Decimal(repr(round(float(value), 10)))  # without the noise of sums and of the binary fraction
     rounded = as_decimal.quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_UP)
+    if rounded == 0:
+        rounded = abs(rounded)  # no minus in front of zero
     return f"{rounded:{plus}.{decimals}f}"
 
 

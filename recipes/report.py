@@ -36,9 +36,11 @@ from loopdropout_trainer.reports.figure_files import build_figure
 from loopdropout_trainer.reports.figures import loss_curves, loss_figure, overview_figure
 from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.reports.frames import load_results
+from loopdropout_trainer.reports.labels import name_methods
 from loopdropout_trainer.reports.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
 from loopdropout_trainer.reports.missing_base import describe_missing_base, describe_missing_base_loss
 from loopdropout_trainer.reports.printing import making_report, shorten_folders
+from loopdropout_trainer.reports.rest import describe_other_gates, describe_rest
 from loopdropout_trainer.reports.saved_tables import TableText, describe_sizes, save_layout, save_table
 from loopdropout_trainer.reports.table_files import Missing, Misspelled, build_table
 from loopdropout_trainer.reports.tables import (
@@ -123,13 +125,14 @@ def main(argv: list[str] | None = None) -> None:
         names = list_tables()
     specs = {name: read_table(name) for name in names}  # before anything is printed
     results, output_dir = load_results(*args.folders), find_output_dir(args)
-    with making_report(output_dir):
+    # A summary replaces another one. The tables that the user names can be made one after the other.
+    with making_report(output_dir, () if specs else OF_SUMMARY):
         final = final_results(results, args.checkpoints, args.folders)
         for name, spec in specs.items():
             make_named(name, spec, final, output_dir)
         if not specs:
             summarize(final, output_dir, has_left_out=len(final) < len(results))
-            report_comparison(args.folders, output_dir)
+            report_comparison(args.folders, output_dir, final)
         left_out = [*results.attrs["left_out"].splitlines(), *describe_left_out_runs(results, final)]
         if left_out:
             print_sentences("", *left_out)  # after the tables, which are the answer
@@ -142,10 +145,18 @@ def find_output_dir(args: ReportArguments) -> Path:
     if len(args.folders) == 1:
         folder = Path(args.folders[0], "report")
     else:
-        names = "_".join(Path(name).resolve().name for name in args.folders)
-        folder = Path(f"report_{names[:100]}")
+        folder = Path(f"report_{name_folders(args.folders)[:100]}")
     check_links(folder)
     return folder
+
+
+def name_folders(folders: Sequence[str]) -> str:
+    """Return the names of folders in one word. Folders of one name, as of one seed, have the folders above it, too."""
+    paths = [Path(folder).resolve() for folder in folders]
+    names = [path.name for path in paths]
+    if len({*names}) < len({*paths}):
+        names = [*shorten_folders(pd.Series([*map(str, paths)]))]
+    return "_".join(names).replace(os.sep, "_")
 
 
 def list_tables() -> list[str]:
@@ -213,23 +224,8 @@ def summarize(results: pd.DataFrame, output_dir: Path, has_left_out: bool = Fals
         print_sentences(describe_rest(results, has_left_out))
     if len(curves):
         draw_figure(loss_figure(curves), output_dir / "losses")
-
-
-def describe_rest(results: pd.DataFrame, has_left_out: bool) -> str:
-    """Return a sentence about results without a table: those of trained models have others, or there are none of them."""
-    trained = results[~is_of_base(results)]
-    if trained.empty and has_left_out:
-        return "There is no table yet, because the results of all trainings are left out."
-    if trained.empty:
-        return "There is no result of a training to report yet, only measurements of the base model."
-    gates = trained.loc[trained["metric"] == "accuracy", "gates"].unique()
-    if len(gates):
-        return (
-            f"There is no accuracy with all gates at 1 to report, only with the gates {', '.join(gates)}. A table of your own "
-            f"selects them, by `gates: {gates[0]}` ({docs_page('reports')})."
-        )
-    metrics = ", ".join(sorted(trained["metric"].unique()))
-    return f"There is no accuracy, held-out loss or cost of a training to report, only {metrics}."
+    if any(made):
+        print_sentences(*describe_other_gates(results))
 
 
 def report_costs(results: pd.DataFrame, output_dir: Path) -> bool:
@@ -346,8 +342,14 @@ def report_measured_losses(results: pd.DataFrame, output_dir: Path) -> bool:
     return bool(tables)
 
 
-def report_comparison(folders: Sequence[str], output_dir: Path) -> None:
-    """Make the table that compares two or more runs on the same problems, if all folders are runs that answered some."""
+def report_comparison(folders: Sequence[str], output_dir: Path, results: pd.DataFrame) -> None:
+    """Make the table that compares two or more runs on the same problems, if all folders are runs that answered some.
+
+    Args:
+        folders: Folders that the user has named.
+        output_dir: Folder of the report.
+        results: From `final_results`. They have the names of the methods, as in the other tables.
+    """
     folders = [os.path.normpath(folder) for folder in folders]
     compared = compare_folders(folders)
     print_sentences(*explain_missing_runs(folders, compared))
@@ -356,6 +358,10 @@ def report_comparison(folders: Sequence[str], output_dir: Path) -> None:
     places = pd.Series([os.path.abspath(folder) for folder in folders])
     names = dict(zip(folders, shorten_folders(places), strict=True))
     comparisons = compared.pop("comparison")
+    trained = results[~is_of_base(results)]
+    methods = dict(zip(trained["run"], name_methods(trained), strict=True))
+    runs = compared.index.get_level_values("run").map(os.path.realpath)
+    compared["method"] = pd.Series(runs.map(methods), compared.index).fillna(compared["method"])
     numbers = compared.join(pd.DataFrame([*comparisons.map(as_numbers)], compared.index))
     texts = compared.rename(names, level="run").rename(columns={"num_problems": "n"})
     texts["accuracy"] = texts["accuracy"].map(partial(format_fixed, decimals=2))

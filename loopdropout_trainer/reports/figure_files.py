@@ -13,7 +13,7 @@ from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.reports.comparing import PAIRED_SEEDS
 from loopdropout_trainer.reports.figures import describe_points, points
-from loopdropout_trainer.reports.frames import average
+from loopdropout_trainer.reports.frames import average, has_method
 from loopdropout_trainer.reports.labels import name_methods
 from loopdropout_trainer.reports.table_files import Missing, check_fields, check_mappings, find
 from loopdropout_trainer.reports.tables import are_on_other_problems, find_unpaired, name_seeds, paired_gains
@@ -69,6 +69,7 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     axes = pd.DataFrame(labels, [*spec["panels"]])
     rows, gain_over = panel_rows(spec, results), spec.get("gain_over") or {}
     data = points(rows, ["panel", "label", x])
+    gain_over = {find_line(rows, ours): find_line(rows, other) for ours, other in gain_over.items()}
     unknown = {*gain_over, *gain_over.values()} - {*data["label"]}
     if unknown:
         lines = ", ".join(data["label"].unique())
@@ -82,6 +83,15 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     if gains is not None:
         sentences += describe_pairs(gains)
     return line_plot(data, x, axes, spec["title"], gains, "\n".join(sentences))
+
+
+def find_line(rows: pd.DataFrame, name: str) -> str:
+    """Return the line of a figure that has a name, or is the only one of a method with it, as `has_method` knows it."""
+    lines = rows["label"].unique()
+    of_method = rows.loc[has_method(rows, name), "label"].unique()
+    if name not in lines and len(of_method) == 1:
+        return of_method[0]
+    return name
 
 
 def pair_places(ours: pd.DataFrame, other: pd.DataFrame, by: list[str]) -> pd.DataFrame:

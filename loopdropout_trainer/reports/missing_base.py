@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ def describe_missing_base(results: pd.DataFrame) -> list[str]:
     accuracy = select_accuracies(results).assign(base=_name_bases(results))
     trained = accuracy[~is_of_base(accuracy) & accuracy["readout"].isna() & (accuracy["task"] != DEVELOPMENT)]
     known = set(accuracy.loc[is_of_base(accuracy), PLACE].itertuples(index=False, name=None))
+    evaluated = {(base, task, depth) for base, task, depth, _ in known}  # perhaps on other problems
     sentences = []
     for folder, rows in trained.groupby(_find_folders(trained), sort=False):
         recipe = read_recipe(folder)
         lacking: dict[int | None, dict[str, set[float]]] = {}  # depths by task, of each limit
+        names: dict[tuple[int | None, str], str] = {}  # printed name of each task with each limit
         for row in rows.to_dict("records"):
             place = tuple(row[name] for name in PLACE)
             if place in known or row["task"] not in (recipe.get("benchmarks") or ()):
@@ -48,8 +50,11 @@ def describe_missing_base(results: pd.DataFrame) -> list[str]:
             known.add(place)  # the command measures it for all runs
             limit = _find_limit(row, recipe)
             lacking.setdefault(limit, {}).setdefault(row["task"], set()).add(row["num_loops"])
+            if place[:3] in evaluated:  # the table has it, on another number of problems
+                names[limit, row["task"]] = f"the same {row['n']:,.0f} problems of {row['task']}"
         for limit, depths_of_task in lacking.items():
-            sentences += _describe_commands(folder, recipe, depths_of_task, limit)
+            named = {task: names.get((limit, task), task) for task in depths_of_task}
+            sentences += _describe_commands(folder, recipe, depths_of_task, limit, named)
     return sentences
 
 
@@ -86,7 +91,11 @@ def _find_limit(row: dict[str, Any], recipe: dict[str, Any]) -> int | None:
 
 
 def _describe_commands(
-    folder: str, recipe: dict[str, Any], depths_of_task: dict[str, set[float]], limit: int | None
+    folder: str,
+    recipe: dict[str, Any],
+    depths_of_task: dict[str, set[float]],
+    limit: int | None,
+    names: Mapping[str, str],
 ) -> list[str]:
     """Return a sentence with a command for each set of depths, because a command measures all of its tasks at all depths.
 
@@ -95,6 +104,7 @@ def _describe_commands(
         recipe: Recipe that has the tasks.
         depths_of_task: Depths at which the base model was not evaluated, by task.
         limit: Number of problems of each task, or None for all.
+        names: Printed name of each task.
     """
     tasks_of_depths: dict[tuple[float, ...], list[str]] = {}
     for task, depths in depths_of_task.items():
@@ -104,8 +114,9 @@ def _describe_commands(
         texts = [f"{depth:g}" for depth in depths]
         files = _find_benchmark_files(recipe, tasks)
         command = _command_for_base(folder, recipe, tasks, texts, limit, files)
+        printed = ", ".join(names[task] for task in tasks)
         sentences.append(
-            f"The base model was not evaluated on {', '.join(tasks)} at K = {', '.join(texts)}. {command} does so, and the "
+            f"The base model was not evaluated on {printed} at K = {', '.join(texts)}. {command} does so, and the "
             f"next report has it.{_explain_absent_file(folder, files)}"
         )
     return sentences

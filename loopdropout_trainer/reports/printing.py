@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -250,10 +251,15 @@ def print_differences(accuracy: pd.DataFrame, baseline: str = "LoRA") -> None:
 
 
 @contextmanager
-def making_report(output_dir: Path) -> Iterator[None]:
+def making_report(output_dir: Path, parts: Sequence[str] = ()) -> Iterator[None]:
     """Make the folder of a report for this block, and print after the block where the report is and what it replaced.
 
-    A new folder that the block has written nothing into, as after an error, is removed and not printed.
+    A new folder that the block has written nothing into, as after an error, is removed and not printed. After a report, the
+    tables and figures of a former one that it does not have are removed, because they are of other results.
+
+    Args:
+        output_dir: Folder of the report.
+        parts: Names of the tables and figures that a report of this kind can have.
     """
     is_new = not output_dir.exists()
     try:
@@ -272,9 +278,33 @@ def making_report(output_dir: Path) -> Iterator[None]:
     if after == before:
         return
     # A folder that the user names may have other files, which the report leaves as they are.
-    is_replaced = any(after.get(path) != time for path, time in before.items())
+    unchanged = {path for path, time in before.items() if after.get(path) == time}
+    former = _find_parts(unchanged, parts)
+    for path in former:
+        path.unlink()
+    is_replaced = bool(former) or len(unchanged) < len(before)
     replaced = ", and has replaced the report there" if is_replaced else ""
     print_sentences(f"The report is written to {output_dir}{replaced}.")
+
+
+TABLE_ENDINGS, FIGURE_ENDINGS = (".md", ".tex", ".csv"), (".png", ".pdf", ".svg")
+"""Endings of the files of a table and of a figure."""
+
+
+def _find_parts(paths: Collection[Path], parts: Sequence[str]) -> list[Path]:
+    """Return the files of tables and figures of a report with some names, perhaps with a number, such as `depth_loss_2`.
+
+    A report writes all files of a table or figure. A single file of such a name is the user's.
+    """
+    found = []
+    for path in paths:
+        if re.sub(r"_\d+$", "", path.stem) not in parts:
+            continue
+        for endings in (TABLE_ENDINGS, FIGURE_ENDINGS):
+            files = {path.with_suffix(ending) for ending in endings}
+            if path in files and files <= {*paths}:
+                found.append(path)
+    return found
 
 
 def _find_write_times(folder: Path) -> dict[Path, int]:

@@ -69,9 +69,10 @@ def test_interval_that_the_exact_test_contradicts_is_explained(tmp_path, capsys)
         print_differences(pd.DataFrame(rows))
         printed = capsys.readouterr().out
         report = load_script("recipes/report.py")
-        report.report_accuracy(load_results(*(row["folder"] for row in rows)), tmp_path)
+        results = load_results(*(row["folder"] for row in rows))
+        report.report_accuracy(results, tmp_path)
         of_report = capsys.readouterr().out
-        report.report_comparison([row["folder"] for row in rows], tmp_path)
+        report.report_comparison([row["folder"] for row in rows], tmp_path, results)
         of_comparison = capsys.readouterr().out
         for text in (printed, of_report, of_comparison):
             assert (note in text) == ("not significant" in " ".join(text.split()).split(note)[0]) == is_explained

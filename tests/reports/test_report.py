@@ -556,6 +556,17 @@ def test_reports_of_different_folders_do_not_replace_each_other(tmp_path, capsys
             report.main(words)
             assert capsys.readouterr().out.endswith(f"\nThe report is written to {folder}{replaced}.\n")
         assert {*pd.read_csv(f"{folder}/accuracy.csv")["method"]} == {*words} & {"a", "b"}
+    for name in ("x/seed_1", "y/seed_1"):
+        write(tmp_path / name, [{"value": 1.0}])
+    report.main(["x/seed_1", "y/seed_1"])
+    assert Path("report_x_seed_1_y_seed_1/accuracy.csv").is_file()
+    former = [f"depth_loss_2.{ending}" for ending in ("csv", "md", "tex")]
+    own = ["comparison.csv", "table.csv", "table.md", "table.tex"]  # of the user, and of `--tables table.yaml`
+    for name in former + own:
+        Path("report_x_seed_1_y_seed_1", name).touch()
+    report.main(["x/seed_1", "y/seed_1"])
+    files = {path.name for path in Path("report_x_seed_1_y_seed_1").iterdir()}
+    assert {*own} <= files and files.isdisjoint(former) and "accuracy.tex" in files
     (tmp_path / "file").touch()
     with user_error("`output_dir` must be a folder that can be written, got file/x .Not a directory."):
         report.main(["a", "--output_dir", "file/x"])
@@ -1246,8 +1257,23 @@ def test_own_table_selects_settings_at_their_defaults(finished_sweep, capsys):
     path.write_text(path.read_text().replace("0.25", "0.5"))
     text, _ = report_on(finished_sweep, capsys, filter={"task": "b", "recipe_lora_r": 8}, columns={"all": {}})
     assert "no result with task = b, recipe_lora_r = 8" in text and "The results have recipe_lora_r = 16." in text
+    path.write_text(path.read_text() + "max_steps: 30\n")  # a column of floats, because other recipes have none
+    selection = {"task": "b", "recipe_max_steps": 31}
+    text, _ = report_on(finished_sweep, capsys, filter=selection, columns={"gain": {"minus": {"method": "LoRA"}}})
+    assert "The results have recipe_max_steps = -1, 30." in text
+    assert "Missing: Loop Dropout, gain: no result" in text and "numbers" not in text  # LoRA has no difference to LoRA
     text, _ = report_on(finished_sweep, capsys)  # no line for the recipe that names the default
     assert "lora_r" not in text
+
+
+def test_differences_of_a_figure_name_methods_as_cells_do(finished_sweep):
+    """By the rule or the name in the sweep, too."""
+    results = final_results(frames.load_results(finished_sweep))
+    spec = {**DEPTHS, "gain_over": {"loop_dropout": "lora"}}
+    drawn = figure_files.build_figure(spec, results)
+    expected = figure_files.build_figure(DEPTHS, results)
+    tables = [[str(layer.geom.data) for layer in plot.layers] for plot in (drawn, expected)]
+    assert tables[0] == tables[1] and len(tables[0]) > 2
 
 
 def test_misspelled_task_of_an_own_table_is_not_measured(finished_sweep, capsys):
@@ -1316,6 +1342,7 @@ def test_results_are_rounded_as_by_hand(tmp_path, capsys):
     assert "+1.3" in text and "+1.2" not in text
     text, _ = report_on(tmp_path / "run", capsys, columns={"all": {"decimals": 1}})
     assert "41.3" in text
+    assert format_fixed(-0.01, 1, sign=True) == "+0.0" and format_fixed(-0.01, 1) == "0.0"
     assert format_fixed(-1.25, 1) == "-1.3" and format_fixed(math.nan, 1) == "nan" and format_fixed(1e30, 0)[0] == "1"
     plot = heat_plot(pd.DataFrame({"x": [1, 2], "y": [1, 2], "mean": 0.25, "panel": ""}), "x", "y", "", "x", "y")
     assert {*plot.data["text"]} == {"0.3"}
@@ -1338,9 +1365,17 @@ def test_readouts_and_chosen_gates_are_not_the_answer(tmp_path, capsys):
     write(tmp_path / "gated", [{"value": 5.0, "gates": "1-1-0-0"}])  # alone, it was a traceback
     text, _ = report_on(tmp_path / "gated", capsys)
     assert "only with the gates 1-1-0-0. A table of your own selects them, by `gates: 1-1-0-0`" in text
-    _, folder = report_on(tmp_path / "run", capsys)
+    text, folder = report_on(tmp_path / "run", capsys)
     numbers = pd.read_csv(folder / "accuracy.csv").set_index("method")
     assert {**numbers["mean"]} == {"LoRA": 50.0, "LoRA, readout of loop 2": 25.0, "Loop Dropout": 60.0}
+    sentence = (
+        "Left out of the tables: accuracies on b (20 problems) at K = 4 with the gates 1-1-0-0. A table of your own selects "
+        "them, such as by `gates: 1-1-0-0`"
+    )
+    assert sentence in text
+    write(tmp_path / "loops", [{"value": 5.0, "gates": f"loop {loop}", "loop": loop} for loop in (1, 2)])
+    text, _ = report_on(tmp_path / "loops", capsys)  # which had a figure without a number of problems
+    assert "accuracies on b (20 problems) at K = 4 with the gates loop 1, loop 2. The overview has those" in text
     assert numbers["difference"]["Loop Dropout"] == 10.0  # from the LoRA that is read out after the last loop
     text, _ = report_on(tmp_path / "run", capsys, columns={"end": {}, "2": {"readout": 2}}, rows=[["LoRA"]])
     assert "LoRA 50.00 25.00" in text
@@ -1523,7 +1558,8 @@ def test_command_for_the_base_model_is_on_the_same_problems(tmp_path, capsys):
     write(tmp_path / "runs/b", [{"value": 60.0, "n": 30}], {**recipe, "benchmark_limit": 30}, method="Mine")
     text, _ = report_on(tmp_path / "runs", capsys)
     command = f"`loopdropout evaluate {tmp_path}/runs/b/recipe.yaml none --eval_num_loops 4`"
-    assert f"on b at K = 4. {command} does so" in text and text.count("was not evaluated") == 1
+    assert f"evaluated on the same 30 problems of b at K = 4. {command} does so" in text
+    assert text.count("was not evaluated") == 1
     write(tmp_path / "later", [{"value": 60.0, "n": 25}], {**recipe, "gates": ["unit"]}, adapter="/run", limit=25)
     text, _ = report_on(tmp_path / "later", capsys)
     options = "--eval_num_loops 4 --benchmark_limit 25 --gates null"
@@ -1837,6 +1873,14 @@ def test_report_has_the_names_of_the_sweep(tmp_path, capsys):
     plot = figures.overview_figure(results)
     panels = plot.items if hasattr(plot, "items") else [plot]
     assert all({*panel.data["label"]} == names for panel in panels)
+    runs = [str(tmp_path / f"mine/{name}/lr_0.001/seed_1") for name in ("weak", "loop_dropout", "plain")]
+    for run in runs:
+        row = {"value": 100.0, "samples": "s.jsonl", "n": 12}
+        write(Path(run), [row], method="LoRA" if run == runs[-1] else "Loop Dropout")
+        write_lines(Path(run, "s.jsonl"), [{"correct": 1, "target": "x"}] * 12)
+    report.main([*runs, "--output_dir", str(tmp_path / "report")])
+    compared = pd.read_csv(tmp_path / "report/comparison.csv")
+    assert [*compared["method"]] == ["weak", "Loop Dropout", "plain"]
 
 
 def test_rule_that_is_not_imported_has_its_title(tmp_path):
@@ -2117,7 +2161,7 @@ def test_missing_method_of_a_figure_is_one_sentence(tmp_path, capsys, methods, m
     report.main(words)
     assert capsys.readouterr().out.startswith(message)
     for change, error in (
-        ({"gain_over": {"loop_dropout": "LoRA"}}, r"`gain_over` must name lines of the figure \(LoRA, Loop Dropout\)"),
+        ({"gain_over": {"late_half": "LoRA"}}, r"`gain_over` must name lines of the figure \(LoRA, Loop Dropout\)"),
         (
             {"x_label": None},
             "`x_label` must be set .* `loopdropout recipes tables/figure_teaser.yaml` prints an example",

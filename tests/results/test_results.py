@@ -274,6 +274,7 @@ def test_report_compares_the_runs_that_it_is_given(tmp_path, capsys, monkeypatch
     table = pd.read_csv(tmp_path / "report/comparison.csv").set_index("run")
     assert {*table["task"]} == {"quiz"} and [*table["seed"]] == [5, 7, 6] and [*table["num_problems"]] == [12, 13, 12]
     assert read_results(ours, other) == read_results(ours)
+    frame = load_results(ours, third)
     found = compare_runs(ours, other, "quiz")
     numbers = table.loc[str(ours), ["difference", "low", "high", "p"]]
     assert [*numbers] == pytest.approx([found.gain, found.low, found.high, found.p])
@@ -283,23 +284,23 @@ def test_report_compares_the_runs_that_it_is_given(tmp_path, capsys, monkeypatch
     lines = out.split("Accuracy of the runs in %, and difference to ours/lora")[1].splitlines()
     assert lines[2].startswith("quiz  4  ours ") and lines[2].endswith(f" 5  12     91.67  {found}")
     assert lines[3].startswith("quiz  4  third ") and lines[3].rstrip().endswith("other problems")
-    report.report_comparison([str(ours), str(tmp_path)], tmp_path / "report")
-    report.report_comparison([str(ours), str(tmp_path), str(other)], tmp_path / "report")
-    report.report_comparison([str(ours), f"{ours}/"], tmp_path / "report")
-    report.report_comparison([str(ours)], tmp_path / "report")
+    report.report_comparison([str(ours), str(tmp_path)], tmp_path / "report", frame)
+    report.report_comparison([str(ours), str(tmp_path), str(other)], tmp_path / "report", frame)
+    report.report_comparison([str(ours), f"{ours}/"], tmp_path / "report", frame)
+    report.report_comparison([str(ours)], tmp_path / "report", frame)
     several = tmp_path / "several"  # adapters that one `evaluate` has measured
     for seed in (5, 6):
         monkeypatch.setitem(ANSWERS, "seed", seed)
         write_answers(several, "quiz", 4, [1] * 12)
-    report.report_comparison([str(ours), str(several)], tmp_path / "report")
+    report.report_comparison([str(ours), str(several)], tmp_path / "report", frame)
     with user_error(f"must be folders of runs, but {several} has 2 accuracies on quiz at K = 4, of several adapters"):
         compare_runs(ours, several, "quiz")
     assert capsys.readouterr().out == ""
-    report.report_comparison([str(ours), str(third)], tmp_path / "report")
+    report.report_comparison([str(ours), str(third)], tmp_path / "report", frame)
     assert "Differences are" not in capsys.readouterr().out  # on other problems
     for folder in (ours, third):
         write_answers(folder, "quiz", 2, [1] * 12)
-    report.report_comparison([str(ours), str(third)], tmp_path / "report")
+    report.report_comparison([str(ours), str(third)], tmp_path / "report", frame)
     assert pd.read_csv(tmp_path / "report/comparison.csv")["K"].tolist() == [2, 2, 4, 4]
 
 
