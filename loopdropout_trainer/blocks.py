@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+from transformers.utils import logging
+
 from loopdropout_trainer.errors import UserError
 
+
+logger = logging.get_logger(__name__)
 
 _Arguments = ParamSpec("_Arguments")
 _Value = TypeVar("_Value")
 
 
 class Block(AbstractContextManager[_Value]):
-    """What a function such as `use_gates` returns. Alone in a cell of a notebook, it says that it has no effect there."""
+    """What a function such as `use_gates` returns. Outside of a `with` statement, it says that it has no effect."""
+
+    _is_settled = False
+    """Whether the block was used, or a notebook has shown how to use it."""
 
     def __init__(self, name: str, manager: Any) -> None:
         self._name, self._manager = name, manager
 
     def __repr__(self) -> str:
+        """Return the sentence that a notebook shows if the call is the last line of a cell."""
+        self._is_settled = True
+        return self._describe_use()
+
+    def __del__(self) -> None:
+        """Warn if nothing has used the block, as after a line `use_gates(...)` without `with`."""
+        if not self._is_settled and not sys.is_finalizing():
+            logger.warning(self._describe_use())
+
+    def _describe_use(self) -> str:
         return f"`{self._name}(...)` has an effect inside of its block only. Write `with {self._name}(...):`."
 
     def __enter__(self) -> _Value:
+        self._is_settled = True
         return self._manager.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -32,6 +51,7 @@ class Block(AbstractContextManager[_Value]):
 
     def __call__(self, function: Callable) -> Callable:
         """Return a function whose calls run in such a block, as of `@use_depth(model, 2)`."""
+        self._is_settled = True
         return self._manager(function)
 
 

@@ -164,9 +164,18 @@ class GatedBatch:
         if num_examples not in (1, shape[0]):
             raise UserError(
                 f"`gates` must have one column for each of the {shape[0]} examples or one column for all, got "
-                f"{num_examples} columns. {self._describe_way_out()}"
+                f"{num_examples} columns. {self._describe_copies(shape[0], num_examples)}{self._describe_way_out()}"
             )
         return None
+
+    def _describe_copies(self, num_rows: int, num_examples: int) -> str:
+        """Return a sentence about the copies of each example that `generate` runs, if the numbers fit to them, else ""."""
+        if self.rule is not None or num_rows % num_examples:
+            return ""
+        return (
+            f"`num_beams` and `num_return_sequences` of `generate` run several copies of each example. Repeat the columns, as "
+            f"by `gates.repeat_interleave({num_rows // num_examples}, dim=1)`. "
+        )
 
     def _describe_way_out(self) -> str:
         """Return the end of an error about the gates of another batch."""

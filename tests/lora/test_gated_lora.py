@@ -97,8 +97,8 @@ def test_blocks_in_another_order_restore_the_state():
     assert model.config.num_loops == 4 and state.reruns.due is None
 
 
-def test_block_outside_of_a_statement_says_that_it_has_no_effect():
-    """A notebook shows the last value of a cell."""
+def test_block_outside_of_a_statement_says_that_it_has_no_effect(log):
+    """A notebook shows the last value of a cell. Elsewhere, the dropped block is warned of."""
     model = adapted()
     for use, value in ((use_gates, [1, 0, 0, 0]), (use_depth, 2)):
         name = use.__name__
@@ -110,6 +110,11 @@ def test_block_outside_of_a_statement_says_that_it_has_no_effect():
         return model.config.num_loops
 
     assert [count_loops(), count_loops(), model.config.num_loops] == [2, 2, 4]
+    with use_depth(model, 2), pytest.raises(TypeError):
+        use_gates()
+    assert log.text == ""
+    use_gates(model, [1, 0, 0, 0])
+    assert "`use_gates(...)` has an effect inside of its block only. Write `with use_gates(...):`" in log.text
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -205,7 +210,11 @@ def test_checkpointed_unit_pass_raises_in_a_block(use_reentrant):
     [
         (torch.ones(3), r"K = 4 loops, .* got the shape \[3\]"),
         (torch.full((4,), float("nan")), "finite"),
-        (torch.full((4, 3), 0.5), "one column for each of the 4 examples"),
+        (torch.full((4, 3), 0.5), "one column for each of the 4 examples or one column for all, got 3 columns. Run"),
+        (
+            torch.full((4, 2), 0.5),
+            r"got 2 columns. `num_beams` .* Repeat the columns, .* `gates.repeat_interleave\(2, dim=1\)`",
+        ),
         ("1-0-0-0", "`gates` must be numbers, one for each of the K = 4 loops, got '1-0-0-0'"),
         (0.3, r"got 0.3. For one gate in all loops, write `\[0.3\] \* 4`. A drop probability belongs in"),
     ],
