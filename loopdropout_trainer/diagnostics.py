@@ -99,6 +99,13 @@ def label_batches(
         completion_only_loss, assistant_only_loss: As in `SFTConfig`.
     """
     check_tokenizer(tokenizer, "tokenizer")
+    if isinstance(examples, str | Mapping) or hasattr(
+        examples, "to_records"
+    ):  # which would give the names of its columns
+        raise UserError(
+            f"`examples` must be a list of mappings or a `Dataset`, got a {type(examples).__name__}. Convert a DataFrame by "
+            "`datasets.Dataset.from_pandas`, and choose one split of a `DatasetDict`."
+        )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise UserError(f"`batch_size` must be an integer of at least 1, got {short_repr(batch_size)}.")
     labeled = [label_example(row, tokenizer, completion_only_loss, assistant_only_loss) for row in examples]

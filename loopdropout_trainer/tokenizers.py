@@ -101,19 +101,22 @@ class PreTrainedTokenizerFast(TokenizersBackend):
         return files
 
 
-def check_tokenizer(tokenizer: Any, name: str = "processing_class") -> None:
-    """Raise UserError if a tokenizer is a name or a number. Tokenizers and processors can be called.
+def check_tokenizer(tokenizer: Any, name: str = "processing_class", *, is_optional: bool = False) -> None:
+    """Raise UserError if a tokenizer is missing, a name or a number. Tokenizers and processors can be called.
 
     Args:
         tokenizer: Value of the argument.
         name: Name of the argument.
+        is_optional: Whether None is accepted, because the caller finds a tokenizer then.
     """
+    if tokenizer is None and is_optional:
+        return
     if isinstance(tokenizer, str | Path):
         raise UserError(
             f"`{name}` must be a tokenizer, got the name {str(tokenizer)!r}. Load it by `load_tokenizer({str(tokenizer)!r})`."
         )
-    if tokenizer is not None and not callable(tokenizer):
-        raise UserError(f"`{name}` must be a tokenizer, got {short_repr(tokenizer)}.")
+    if not callable(tokenizer):
+        raise UserError(f"`{name}` must be a tokenizer, as from `load_tokenizer`, got {short_repr(tokenizer)}.")
 
 
 def load_tokenizer(

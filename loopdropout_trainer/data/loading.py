@@ -33,7 +33,7 @@ from loopdropout_trainer.data.saved_prompts import find_prompts, note_prompts
 from loopdropout_trainer.data.sources import DataSource, find_shares
 from loopdropout_trainer.data.splitting import split_examples
 from loopdropout_trainer.data.tokenizing import tokenize
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.tokenizers import check_tokenizer
 
 
@@ -70,6 +70,10 @@ def load_datasets(
     Raises:
         UserError: if the data cannot be loaded, or if too few examples are left.
     """
+    if not isinstance(args, DataArguments):
+        raise UserError(
+            f"`args` must be `DataArguments`, such as `DataArguments(preparation='arithmetic')`, got {short_repr(args)}."
+        )
     check_tokenizer(tokenizer, "tokenizer")
     left_out: list[LeftOut] = []
     losses = Losses(completion_only_loss, assistant_only_loss)

@@ -39,6 +39,8 @@ class UniformDepth(FixedDepth):
     def __post_init__(self) -> None:
         check_number("low", self.low, 1, 1024, int)
         check_number("high", 1 if self.high is None else self.high, 1, 1024, int)
+        if self.high is not None:  # else the depth of the model decides
+            self.limits(self.high)
 
     def limits(self, num_loops: int) -> tuple[int, int]:
         high = num_loops if self.high is None else self.high

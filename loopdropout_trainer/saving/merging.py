@@ -226,7 +226,7 @@ def _check_folder(output_dir: Path, base: PreTrainedModel) -> None:
 
 def _check_arguments(processing_class: Any, repo_id: Any, scale: Any) -> None:
     """Raise UserError for an argument of `merge_and_save` of another type, before anything is written."""
-    check_tokenizer(processing_class)
+    check_tokenizer(processing_class, is_optional=True)
     check_type("`repo_id`", repo_id, str | None)
     check_type("`scale`", scale, int | float)
     if not math.isfinite(scale):

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from transformers import TrainingArguments
@@ -21,6 +21,9 @@ from loopdropout_trainer.looped import check_not_compiled
 from loopdropout_trainer.settings.field_hints import USUAL_NAMES
 from loopdropout_trainer.tokenizers import check_tokenizer
 
+
+if TYPE_CHECKING:
+    from loopdropout_trainer.training.config import GateConfig
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -71,6 +74,18 @@ def hint_at_arguments(method: _Method) -> _Method:
     return checked
 
 
+def wrong_args(args: Any, config: type[GateConfig]) -> UserError:
+    """Return the error about `args` of another type. `config`: class of the arguments of the trainer."""
+    hint = ""
+    if isinstance(args, dict):
+        hint = f" Write it as `{config.__name__}(**fields)`."
+    elif isinstance(args, str | Path):
+        hint = f" If it is the output folder, write `{config.__name__}({str(args)!r})`. Data are `train_dataset`."
+    return UserError(
+        f"`args` must be a {config.__name__} or {config.trl_class.__name__}, got a {type(args).__name__}.{hint}"
+    )
+
+
 def check_kinds(arguments: Mapping[str, Any]) -> None:
     """Raise UserError for a model, a tokenizer, a list of callbacks, an optimizer or a function of another type."""
     model, callbacks = arguments["model"], arguments["callbacks"]
@@ -92,7 +107,7 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
     reference = arguments.get("ref_model")
     if reference is not None and not isinstance(reference, str | nn.Module):
         raise UserError(f"`ref_model` must be a model or its name, got {short_repr(reference)}.")
-    check_tokenizer(arguments["processing_class"])
+    check_tokenizer(arguments["processing_class"], is_optional=True)
     _check_optimizers(arguments.get("optimizers"))
 
 

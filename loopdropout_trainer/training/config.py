@@ -20,6 +20,7 @@ from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
 from loopdropout_trainer.gates.rule import fields_of
 from loopdropout_trainer.settings.field_hints import attribute_hint, python_field_hint
 from loopdropout_trainer.settings.fields import check_fields, check_mappings, option
+from loopdropout_trainer.training.argument_checks import wrong_args
 from loopdropout_trainer.training.evaluation_fields import check_best_checkpoint, word_of
 from loopdropout_trainer.training.field_warnings import warn_of_fields
 
@@ -300,10 +301,7 @@ class GateConfig:
             name = model if isinstance(model, str) else model.config.name_or_path
             return cls(f"{name.rstrip('/').split('/')[-1]}-LoopDropout")
         if not isinstance(args, cls.trl_class) and type(args) is not TrainingArguments:
-            hint = f" Write it as `{cls.__name__}(**fields)`." if isinstance(args, dict) else ""
-            raise UserError(
-                f"`args` must be a {cls.__name__} or {cls.trl_class.__name__}, got a {type(args).__name__}.{hint}"
-            )
+            raise wrong_args(args, cls)
         names = {f.name for f in dataclasses.fields(cls)}
         fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init}
         fields.pop("generation_batch_size", None)  # GRPOConfig derives it from `steps_per_generation`

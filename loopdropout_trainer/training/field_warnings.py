@@ -39,6 +39,8 @@ def _warn_of_unusual_values(args: Any) -> None:
         value = getattr(args, name)
         if value is not None and value > largest:
             logger.warning_once(f"`{name}` is {value:g}, far above the usual values, {usual}.")
+    if args.learning_rate == 0:
+        logger.warning_once("`learning_rate` is 0, so the training changes no weight, unless you give an optimizer.")
 
 
 def _warn_of_unused_steps(args: TrainingArguments, given_names: Collection[str]) -> None:

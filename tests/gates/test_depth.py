@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import ks_2samp
 
 from helpers.errors import user_error
+from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.gates.depth import make_depth_sampler, sample_depth
 
 
@@ -38,6 +39,8 @@ def test_depths_follow_distribution(name, fields, reference):
 def test_depth_sampler_validates_fields():
     with user_error("`low` in `depth_sampling_args` must be from 1 to `high`, 4, got 5"):
         make_depth_sampler("uniform", {"low": 5}).limits(4)
+    with user_error("`low` in `depth_sampling_args` must be from 1 to `high`, 2, got 5.$"):
+        LoopDropoutConfig("out", depth_sampling="uniform", depth_sampling_args={"low": 5, "high": 2})
     for low in (2.5, 0, -1, "deep", True):
         with user_error("`low` must be an integer from 1 to 1024, got "):
             make_depth_sampler("uniform", {"low": low})

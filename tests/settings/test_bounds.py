@@ -193,6 +193,9 @@ def test_unusual_numbers_are_warned_of(config, log):
     logging.Logger.warning_once.cache_clear()  # of another test
     config(learning_rate=0.02, weight_decay=1, loraplus_lr_ratio=100)
     assert log.messages == []
+    config(learning_rate=0)
+    assert "`learning_rate` is 0, so the training changes no weight" in log.text
+    log.clear()
     words = [*required_words("sft"), "--learning_rate=2", "--weight_decay=10", "--loraplus_lr_ratio=1000"]
     parse(COMMANDS["sft"], words)
     assert {*log.messages} == {

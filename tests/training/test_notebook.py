@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from unittest.mock import patch
 
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
@@ -107,6 +108,7 @@ def test_merged_adapter_neither_trains_nor_merges_again(train, tmp_path, action)
         ({"processing_class": "tiny-ouro"}, "`processing_class` must be a tokenizer, .* `load_tokenizer.'tiny-ouro'.`"),
         ({"optimizers": 5}, "`optimizers` must be a pair of an optimizer and its schedule"),
         ({"args": {"p": 0.5}}, r"`args` must be a LoopDropoutConfig or .*, got a dict. .* `LoopDropoutConfig\(\*\*fields"),
+        ({"args": "c4"}, r"`args` must be a .*, got a str. If it is the output folder, write `LoopDropoutConfig\('c4'\)`"),
         ({"compute_metrics": 5}, "`compute_metrics` must be a function, got 5"),
         ({"peft_config": {"r": 4}}, "`peft_config` must be a LoraConfig, such as .*, got {'r': 4}"),
         ({"train_dataset": "rows.jsonl"}, "`train_dataset` must be .*, got 'rows.jsonl'. Load a file by"),
@@ -1020,6 +1022,14 @@ MISTAKES = {
         lambda: label_batches([{"text": "x"}], "tiny-ouro"),
         r"`tokenizer` must be a tokenizer, got the name 'tiny-ouro'. Load it by `load_tokenizer\('tiny-ouro'\)`",
     ),
+    "batches without a tokenizer": (
+        lambda: label_batches([{"text": "x"}], None),
+        "`tokenizer` must be a tokenizer, as from `load_tokenizer`, got None",
+    ),
+    "batches of a table": (
+        lambda: label_batches(pd.DataFrame([{"text": "x"}]), make_tokenizer()),
+        "`examples` must be a list of mappings or a `Dataset`, got a DataFrame. .* `datasets.Dataset.from_pandas`",
+    ),
     "batches of no example": (
         lambda: label_batches([{"text": "x"}], make_tokenizer(), batch_size=0),
         "`batch_size` must be an integer of at least 1, got 0",
@@ -1037,6 +1047,10 @@ MISTAKES = {
             [{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}], make_tokenizer()
         ),
         "`prompt` of an example must be a list of messages as its `completion` is, got 'a'",
+    ),
+    "name of data": (
+        lambda: load_datasets("arithmetic", make_tokenizer()),
+        "`args` must be `DataArguments`, such as .*, got 'arithmetic'",
     ),
     "data of a name": (
         lambda: load_datasets(DataArguments(preparation="arithmetic"), "tiny-ouro"),
