@@ -281,8 +281,9 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     state = looped.gate_state
     if rule is not None and state.dropout is not None:
         raise UserError(
-            "`loop_dropout` draws gates on this model already. Call `remove()` of its handle first, which "
-            "`find_looped_model(model).gate_state.dropout` of `loopdropout_trainer.looped` is, or load the model again."
+            "`loop_dropout` draws gates on this model already. Call `remove()` of its handle first, or load "
+            "the model again. If nothing keeps the handle, call `find_looped_model(model).gate_state.dropout.remove()`, with "
+            "`from loopdropout_trainer.looped import find_looped_model`."
         )
     looped.prepare_fused_loss()
     state.is_read = True

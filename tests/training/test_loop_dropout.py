@@ -176,7 +176,9 @@ def test_remove_restores_the_model(make):
         with user_error(f"`{name}` must be set before `remove..`, .* Call `loop_dropout` on the model again"):
             setattr(dropout, name, 0.1)
     for model in (peft_model, copy.deepcopy(peft_model)):
-        with user_error("Call `remove.* `find_looped_model.model..gate_state.dropout` .* or load the model again"):
+        with user_error(
+            r"Call `remove.*, or load the model again. .* `find_looped_model.model..gate_state.dropout.remove\(\)`"
+        ):
             loop_dropout(model)
         find_looped_model(model).gate_state.dropout.remove()  # of a handle that nobody kept
         again = loop_dropout(model)
