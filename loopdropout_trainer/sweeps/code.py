@@ -21,7 +21,7 @@ from loopdropout_trainer.results.imported_code import (
     list_imported_files,
 )
 from loopdropout_trainer.results.run_files import has_trained, read_used_imports
-from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_other_code_fix, read_summary
+from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_other_code_fix, is_running, read_summary
 from loopdropout_trainer.settings.recipe import IMPORTED
 from loopdropout_trainer.settings.recipe_folders import list_runs
 from loopdropout_trainer.sweeps.own_runs import list_own_folders
@@ -120,6 +120,9 @@ def describe_other_results(sweep: Any) -> str:
         changes = [change.replace("its", "their", 1) for change in changes]
     reason = " and ".join(changes)
     fix = describe_other_code_fix(can_accept_other_results(sweep))
+    working = [folder for folder in folders if is_running(folder)]
+    if working:
+        fix += f" Do not remove a folder in which a process works now: {', '.join(map(str, working))}."
     return (
         f"{count(len(folders), 'run')} cannot be compared with new ones, because {reason}: {', '.join(map(str, folders))}. "
         f"{fix}"

@@ -1455,6 +1455,8 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
     rule.write_text("x = 3\n")
     made = lab.sweep(learning_rates=[0.01, 0.02])
     assert describe_other_results(made).startswith("3 runs cannot be compared with new ones") and made.pending() == []
+    with lock_folder(run):  # as while it is measured
+        assert describe_other_results(made).endswith(f" Do not remove a folder in which a process works now: {run}.")
     assert find_incomparable(made) == [] and [*find_kept_choices(made)] == ["lora"]  # all have the code of `x = 2`
     other = lab.out / "lora/lr_0.02/seed_102/run.json"
     text = other.read_text()
