@@ -1257,10 +1257,11 @@ def test_own_table_selects_settings_at_their_defaults(finished_sweep, capsys):
     path.write_text(path.read_text().replace("0.25", "0.5"))
     text, _ = report_on(finished_sweep, capsys, filter={"task": "b", "recipe_lora_r": 8}, columns={"all": {}})
     assert "no result with task = b, recipe_lora_r = 8" in text and "The results have recipe_lora_r = 16." in text
-    path.write_text(path.read_text() + "max_steps: 30\n")  # a column of floats, because other recipes have none
+    for path in finished_sweep.rglob("recipe.yaml"):  # a column of floats, because the base model has no `max_steps`
+        path.write_text(path.read_text() + "max_steps: 30\n")
     selection = {"task": "b", "recipe_max_steps": 31}
     text, _ = report_on(finished_sweep, capsys, filter=selection, columns={"gain": {"minus": {"method": "LoRA"}}})
-    assert "The results have recipe_max_steps = -1, 30." in text
+    assert "The results have recipe_max_steps = 30." in text and "30.0" not in text
     assert "Missing: Loop Dropout, gain: no result" in text and "numbers" not in text  # LoRA has no difference to LoRA
     text, _ = report_on(finished_sweep, capsys)  # no line for the recipe that names the default
     assert "lora_r" not in text
