@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.results.problems import is_measured_on
+from loopdropout_trainer.results.problems import Problems
 from loopdropout_trainer.results.run_files import is_of_base, is_of_training, read_own_results
 from loopdropout_trainer.settings.fields import items_of
-
-
-Problems = list[tuple[Mapping[str, Any], Any]]
-"""The columns and the reference answer of each problem."""
 
 
 def find_changed_benchmarks(folder: str | Path, recipe: Mapping[str, Any]) -> list[str]:
@@ -36,7 +32,7 @@ def find_changed_benchmarks(folder: str | Path, recipe: Mapping[str, Any]) -> li
         if not is_own or row["gates"] != "unit" or row["num_loops"] not in depths:
             continue
         problems = load_problems(row["task"], own_benchmarks[row["task"]], recipe.get("benchmark_limit"))
-        if problems is not None and not is_measured_on({**row, "folder": str(folder)}, problems):
+        if problems is not None and not problems.are_those_of({**row, "folder": str(folder)}):
             changed.append(row["task"])
     return changed
 
@@ -55,17 +51,19 @@ def load_problems(name: str, fields: Any, limit: int | None) -> Problems | None:
         return None
     # Every worker of a sweep asks for each run, and only a change of a file makes another answer.
     states = tuple((path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
-    problems = _load_once(name, json.dumps(fields), str(Path.cwd()), states)
-    return None if problems is None else problems[:limit]
+    return _load_once(name, json.dumps(fields), str(Path.cwd()), states, limit)
 
 
 @cache
-def _load_once(name: str, fields: str, place: str, states: tuple[tuple[int, int], ...]) -> Problems | None:
-    """Return all problems of an own benchmark. `place` and `states`: what its relative paths and its files depend on."""
-    from loopdropout_trainer.evaluation.loading import own_benchmark  # takes seconds to import
+def _load_once(
+    name: str, fields: str, place: str, states: tuple[tuple[int, int], ...], limit: int | None
+) -> Problems | None:
+    """Return the problems of an own benchmark. `place` and `states`: what its relative paths and its files depend on."""
+    from loopdropout_trainer.evaluation.harness import list_problems  # takes seconds to import
+    from loopdropout_trainer.evaluation.loading import own_benchmark
 
     try:
         task = own_benchmark(name, **json.loads(fields))
     except UserError:  # which the measurement raises
         return None
-    return [(row, task.doc_to_target(row)) for row in task.eval_docs]
+    return list_problems(task, limit)

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from loopdropout_trainer.evaluation.loading import load_task, preserved_random_s
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
 from loopdropout_trainer.evaluation.program_checks import check_programs, leaves_of
 from loopdropout_trainer.evaluation.sample_files import write_samples
-from loopdropout_trainer.results.problems import digest_problems
+from loopdropout_trainer.results.problems import Problems, digest_problems
 
 
 # lm-eval gives advice on custom data sets for each task that has one.
@@ -212,6 +213,15 @@ def _group_problems(lines: pd.DataFrame) -> Iterator[tuple[str, Iterable[tuple[A
         groups = lines.groupby(column)["correct"]
         if len(groups) > 1:
             yield column, groups
+
+
+def list_problems(task: Task | Group, limit: int | None) -> Problems:
+    """Return the problems that an evaluation of a task is on. A limit is one of each task of a group."""
+    problems = []
+    for leaf in leaves_of(task):
+        for row in islice(leaf.eval_docs, limit):
+            problems.append((row, leaf.doc_to_target(row)))
+    return Problems(problems)
 
 
 def _group_samples(leaves: Iterable[Task], evaluation: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:

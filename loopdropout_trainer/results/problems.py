@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +53,39 @@ def name_problems(results: Sequence[Mapping[str, Any]]) -> list[str | None]:
     return names
 
 
-def is_measured_on(result: Mapping[str, Any], problems: Sequence[tuple[Mapping[str, Any], Any]]) -> bool:
-    """Return whether a result can be one on some problems, as far as an older result without samples tells it.
+class Problems:
+    """The problems of a task, whose digests are made once for all results that are compared with them.
 
     Args:
-        result: Result of an evaluation, with its column `folder`.
         problems: Columns and reference answer of each problem.
     """
-    if result["n"] != len(problems):
-        return False
-    if _has_text(result, "problems"):
-        return result["problems"] == digest_problems(problems)
-    if _has_samples(result):
-        return _digest_targets(result) == digest_problems(({}, answer) for _, answer in problems)
-    return True
+
+    def __init__(self, problems: Iterable[tuple[Mapping[str, Any], Any]]) -> None:
+        self.problems = [*problems]
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest as in the column `problems` of a result."""
+        return digest_problems(self.problems)
+
+    @cached_property
+    def digest_of_answers(self) -> str:
+        """Digest as of the answers in the samples of a result."""
+        return digest_problems(({}, answer) for _, answer in self.problems)
+
+    def are_those_of(self, result: Mapping[str, Any]) -> bool:
+        """Return whether a result can be one on these problems, as far as an older result without samples tells it.
+
+        Args:
+            result: Result of an evaluation, with its column `folder`.
+        """
+        if result["n"] != len(self.problems):
+            return False
+        if _has_text(result, "problems"):
+            return result["problems"] == self.digest
+        if _has_samples(result):
+            return _digest_targets(result) == self.digest_of_answers
+        return True
 
 
 def _has_text(result: Mapping[str, Any], column: str) -> bool:

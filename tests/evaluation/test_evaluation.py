@@ -29,7 +29,6 @@ from loopdropout_trainer.evaluation.loading import check_benchmarks, load_benchm
 from loopdropout_trainer.evaluation.plan import Setting, print_evaluation_plan
 from loopdropout_trainer.jobs.measuring import evaluate as measure_tasks
 from loopdropout_trainer.reports.printing import print_evaluation
-from loopdropout_trainer.results.problems import is_measured_on
 from loopdropout_trainer.results.run_files import read_recipe, read_results
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
@@ -241,9 +240,9 @@ def test_own_benchmark_scores_answers(replay, tmp_path):
     assert shown == [("The capital of France is", "Paris", 1), ("The capital of Peru is", "Lima", 0)]
     fields = {**OWN, "files": str(files)}
     problems = load_problems("capitals", fields, None)
-    assert is_measured_on(accuracy, problems) and not is_measured_on(accuracy, problems[:1])
+    assert problems.are_those_of(accuracy) and not load_problems("capitals", fields, 1).are_those_of(accuracy)
     write_lines(tmp_path / "rows.jsonl", [CAPITALS[0], {**CAPITALS[1], "country": "the Peru"}])  # the same answers
-    assert not is_measured_on(accuracy, load_problems("capitals", fields, None))
+    assert not load_problems("capitals", fields, None).are_those_of(accuracy)
 
 
 @pytest.mark.parametrize(
@@ -464,14 +463,19 @@ def test_dry_run_says_what_is_measured_and_what_exists(saved, tmp_path, capsys):
         "time        not timed: `loopdropout evaluate` with `--benchmark_limit 64",
         f"folder      {tmp_path / 'out'}\n",
     ]
-    lines += ["done        0 of 6 results with as many problems\n", "answers     none are kept in the folder\n"]
+    lines += ["done        0 of 6 results on the same problems\n", "answers     none are kept in the folder\n"]
     assert [line for line in (*lines, "\nNext:\n  loopdropout evaluate ") if line not in out] == []
     assert "--dry_run" not in out
     SCRIPT.main(command)
     assert re.search(r"\n12 problems in 0:\d\d:\d\d, without loading", capsys.readouterr().out)
     SCRIPT.main([*command, "--dry_run", "true"])
     out = capsys.readouterr().out
-    assert "done        6 of 6 results with as many problems\nanswers     12 are kept in the folder, and used" in out
+    assert "done        6 of 6 results on the same problems\nanswers     12 are kept in the folder, and used" in out
+    changed = [{"question": f"{number} + 1?", "answer": f"#### {number + 1}"} for number in range(3)]
+    files = str(write_lines(tmp_path / "changed.jsonl", changed))
+    command += ["--own_benchmarks", json.dumps({"own_gsm8k": {**OWN_GSM8K, "files": files}})]
+    SCRIPT.main([*command, "--dry_run", "true"])
+    assert "done        3 of 6 results on the same problems\n" in capsys.readouterr().out
 
 
 def test_plan_of_log_likelihoods_has_no_generated_answers(tmp_path, capsys):
@@ -502,9 +506,9 @@ def test_dry_run_counts_the_results_of_the_same_measurement(saved, tmp_path, cap
     assert "1 of 1" not in capsys.readouterr().out  # of a single model
     moved = ("--adapter", f"own={tmp_path / 'moved'}", "--dry_run", "true")
     SCRIPT.main(words(saved, place, *moved, **fields))
-    assert "done        2 of 2 results with as many problems\n" in capsys.readouterr().out
+    assert "done        2 of 2 results on the same problems\n" in capsys.readouterr().out
     SCRIPT.main(words(saved, place, *moved, "--readout", 1, **fields))
-    assert "done        0 of 2 results with as many problems\n" in capsys.readouterr().out
+    assert "done        0 of 2 results on the same problems\n" in capsys.readouterr().out
 
 
 def test_dry_run_without_the_model_has_all_that_needs_none(saved, tmp_path, capsys):
