@@ -113,7 +113,7 @@ def pair_places(ours: pd.DataFrame, other: pd.DataFrame, by: list[str]) -> pd.Da
         if place not in others:
             continue
         gains = paired_gains(own, others[place])
-        if len(gains) and not are_on_other_problems(own, others[place], gains.index):
+        if len(gains) and not are_on_other_problems(own, others[place]):
             middle = (average(own).mean() + average(others[place]).mean()) / 2
             lines.append([*place, gains.mean(), middle, find_unpaired(own, others[place])])
     return pd.DataFrame(lines, columns=[*by, "mean", "middle", "unpaired"])

@@ -47,7 +47,7 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.reports.base_names import unify_base_names
-from loopdropout_trainer.reports.other_problems import OTHER_FILE, OTHER_LIMIT, find_other_problems
+from loopdropout_trainer.reports.other_problems import OTHER_FILE, OTHER_LIMIT, find_other_problems, name_problem_sets
 from loopdropout_trainer.reports.recipe_columns import read_column
 from loopdropout_trainer.reports.result_choice import (
     describe_choice_reason,
@@ -118,7 +118,8 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
 
     Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep),
     `checkpoint` (its step, if a checkpoint was measured), `code` (`number_codes`), `chose` (`_find_choosing`), `num_sweeps`
-    (number of sweeps of all results), and `other_problems` (`find_other_problems`), why `select` leaves a result out, or "".
+    (number of sweeps of all results), `problem_set` (`name_problem_sets`), and `other_problems` (`find_other_problems`), why
+    `select` leaves a result out, or "".
 
     Four kinds of results are left out: those that a copy of a run's folder has again, those that repeat a measurement of a
     training itself, losses that only served the choice of a learning rate, and those of weights that a later training
@@ -212,6 +213,7 @@ def _make_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     results["chose"] = _find_choosing(results)
     results["code"] = number_codes(results)
     results["num_sweeps"] = results["sweep"].nunique()
+    results["problem_set"] = name_problem_sets(results)
     results["other_problems"] = find_other_problems(results, IGNORED)
     return _keep_texts_together(results)
 
@@ -358,8 +360,8 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
 
     Without `gates` and `loop` the gates are one, or those of a training loss. Without `num_loops` and `loop` the depth is the
     depth of the training. Without `checkpoint` the weights are the final ones, and without `readout` the last loop is read
-    out. Without `task`, accuracies on problems that chose a learning rate are left out, and without `n`, those on
-    other problems than the other seeds (`find_other_problems`). A `method` is named as in `has_method`.
+    out. Without `task`, accuracies on problems that chose a learning rate are left out, and without `n` or `problem_set`,
+    those on other problems than the other seeds (`find_other_problems`). A `method` is named as in `has_method`.
     """
     is_wanted = np.full(len(results), True)
     for name, value in wanted.items():
@@ -374,7 +376,7 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
             is_wanted &= results[name].isna().to_numpy()
     if "task" not in wanted:
         is_wanted &= ~(results["chose"] & (results["metric"] == "accuracy")).to_numpy()
-    if "n" not in wanted:
+    if not wanted.keys() & {"n", "problem_set"}:
         is_wanted &= (results["other_problems"] == "").to_numpy()
     return results[is_wanted]  # once, because a table of results has many columns
 

@@ -32,33 +32,67 @@ def describe_missing_base(results: pd.DataFrame) -> list[str]:
     """Return a sentence with a command for the accuracies of the base model that the table of a report lacks.
 
     A sweep does not evaluate it by default, because each of its runs would. The base model lacks an accuracy if a trained
-    model has one at the same depth, on the same problems and over the same base model, and if a recipe has its task.
+    model has one at the same depth, on the same problems and over the same base model, and if a recipe has its task. If it
+    has one on as many other problems, the table does not show the difference, so there is a sentence in any case.
     """
     accuracy = select_accuracies(results).assign(base=_name_bases(results))
     trained = accuracy[~is_of_base(accuracy) & accuracy["readout"].isna() & (accuracy["task"] != DEVELOPMENT)]
-    known = set(accuracy.loc[is_of_base(accuracy), PLACE].itertuples(index=False, name=None))
-    evaluated = {(base, task, depth) for base, task, depth, _ in known}  # perhaps on other problems
+    of_base = accuracy[is_of_base(accuracy)]
+    known = set(of_base[PLACE].itertuples(index=False, name=None))
+    evaluated = {place[:3] for place in known}  # perhaps on other problems
+    sizes = set(of_base[[*PLACE[:3], "n"]].itertuples(index=False, name=None))
     sentences = []
     for folder, rows in trained.groupby(_find_folders(trained), sort=False):
         recipe = read_recipe(folder)
         lacking: dict[int | None, dict[str, set[float]]] = {}  # depths by task, of each limit
         names: dict[tuple[int | None, str], str] = {}  # printed name of each task with each limit
+        changed: dict[int | None, dict[str, set[float]]] = {}  # as `lacking`, measured on as many other problems
         for row in rows.to_dict("records"):
             place = tuple(row[name] for name in PLACE)
-            if place in known or row["task"] not in (recipe.get("benchmarks") or ()):
+            is_changed = (*place[:3], row["n"]) in sizes
+            has_task = row["task"] in (recipe.get("benchmarks") or ())
+            if place in known or not (has_task or is_changed):
                 continue
             known.add(place)  # the command measures it for all runs
             limit = _find_limit(row, recipe)
+            if is_changed:
+                changed.setdefault(limit, {}).setdefault(row["task"], set()).add(row["num_loops"])
+                continue
             lacking.setdefault(limit, {}).setdefault(row["task"], set()).add(row["num_loops"])
             if place[:3] in evaluated:  # the table has it, on another number of problems
                 names[limit, row["task"]] = f"the same {row['n']:,.0f} problems of {row['task']}"
         for limit, depths_of_task in lacking.items():
             named = {task: names.get((limit, task), task) for task in depths_of_task}
             sentences += _describe_commands(folder, recipe, depths_of_task, limit, named)
+        for limit, depths_of_task in changed.items():
+            sentences += _describe_changed_problems(folder, recipe, depths_of_task, limit)
     return sentences
 
 
-PLACE = ["base", "task", "num_loops", "n"]
+def _describe_changed_problems(
+    folder: str, recipe: dict[str, Any], depths_of_task: dict[str, set[float]], limit: int | None
+) -> list[str]:
+    """Return a sentence for each task whose problems have changed between the base model's measurement and another one.
+
+    The present ones can be those of either measurement, so both may have to be repeated. Arguments: as `_describe_commands`.
+    """
+    sentences = []
+    for task, depths in depths_of_task.items():
+        texts = [f"{depth:g}" for depth in sorted(depths)]
+        sentence = (
+            f"The accuracies of the base model on {task} at K = {', '.join(texts)} are on other problems than those of "
+            "trained models, although on as many. The file or data set of the task has changed between the measurements. "
+            "Measure all models again on the same one."
+        )
+        if task in (recipe.get("benchmarks") or ()):
+            files = _find_benchmark_files(recipe, [task])
+            command = _command_for_base(folder, recipe, [task], texts, limit, files)
+            sentence += f" {command} measures the base model.{_explain_absent_file(folder, files)}"
+        sentences.append(sentence)
+    return sentences
+
+
+PLACE = ["base", "task", "num_loops", "problem_set"]
 """Columns of an accuracy that the base model and a trained model must share."""
 
 

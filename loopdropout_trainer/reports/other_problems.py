@@ -24,6 +24,27 @@ OTHER_FILE = (
 """Reasons why results are left out of a mean."""
 
 
+def name_problem_sets(results: pd.DataFrame) -> pd.Series:
+    """Return a name of the problems of each result, which is the same for the same ones: their number, and what else is known.
+
+    A result whose problems are not known, of an older version, has the most common name of its number. A result of a training
+    or of a diagnostic has none: `n` counts examples or tokens.
+    """
+    counted = results[is_score(results) & results["n"].notna()]
+    names = counted["n"].map("{:g}".format).astype(object)
+    columns = counted.reindex(columns=["n", "problems", "samples", "folder"])
+    for _, rows in columns.groupby([counted["task"], counted["metric"], "n"], dropna=False):
+        known = pd.Series(name_problems(rows.to_dict("records")), rows.index, dtype=object)
+        if known.notna().any():
+            names[rows.index] += " " + known.fillna(known.mode()[0])
+    return names.reindex(results.index)
+
+
+def is_score(results: pd.DataFrame) -> pd.Series:
+    """Return whether each result is a score on the problems of a task."""
+    return (results["task"] != "training") & ~results["metric"].isin(DIAGNOSTIC_METRICS)
+
+
 def find_other_problems(results: pd.DataFrame, ignored: Collection[str]) -> pd.Series:
     """Return the reason why each result is left out of means, because it is on other problems than the other seeds, or "".
 
@@ -31,43 +52,29 @@ def find_other_problems(results: pd.DataFrame, ignored: Collection[str]) -> pd.S
     compared. Of equally many, those on more problems stay, and then the last ones.
 
     Args:
-        results: Results of a frame of `load_results`.
+        results: Results of a frame of `load_results`, with the column `problem_set`.
         ignored: Columns in which the results of one mean may differ.
     """
     reasons = pd.Series("", results.index, dtype=object)
-    # The results of diagnostics have a table for each number of tokens.
-    counted = results[~results["metric"].isin(DIAGNOSTIC_METRICS) & results["n"].notna()]
-    counted = counted.assign(problems=_name_problems(counted))
+    counted = results[results["problem_set"].notna()]
     # Only few methods have several sets of problems, if any, so that the comparison of all columns is short.
-    by_method = counted.groupby(["task", "metric", "method"], dropna=False)["problems"]
+    by_method = counted.groupby(["task", "metric", "method"], dropna=False)["problem_set"]
     several = counted[by_method.transform("nunique") > 1]
     if several.empty:
         return reasons
-    num_results = counted.groupby(["task", "metric", "group", "problems"], dropna=False)["value"].transform("size")
-    columns = [name for name in several if name not in ignored and name != "n" and several[name].notna().any()]
+    num_results = counted.groupby(["task", "metric", "group", "problem_set"], dropna=False)["value"].transform("size")
+    ignored = {*ignored, "n", "problem_set"}
+    columns = [name for name in several if name not in ignored and several[name].notna().any()]
     for _, rows in several.groupby(columns, dropna=False):
-        if rows["problems"].nunique() == 1:
+        if rows["problem_set"].nunique() == 1:
             continue
         ranks = pd.DataFrame({"num_results": num_results[rows.index], "n": rows["n"]})
         kept = rows.loc[ranks.sort_values(["num_results", "n"], kind="stable").index[-1]]
-        others = rows[rows["problems"] != kept["problems"]]
+        others = rows[rows["problem_set"] != kept["problem_set"]]
         reasons[others.index] = OTHER_FILE
         is_limited = (others["n"] != kept["n"]) & _have_other_limit(others, kept)
         reasons[others.index[is_limited]] = OTHER_LIMIT
     return reasons
-
-
-def _name_problems(results: pd.DataFrame) -> pd.Series:
-    """Return a name of the problems of each result: their number, with what else is known of them.
-
-    A result whose problems are not known, of an older version, has the most common name of its number.
-    """
-    names = results["n"].map("{:g}".format).astype(object)
-    for _, rows in results.groupby(["task", "metric", "n"], dropna=False):
-        known = pd.Series(name_problems(rows.to_dict("records")), rows.index, dtype=object)
-        if known.notna().any():
-            names[rows.index] += " " + known.fillna(known.mode()[0])
-    return names
 
 
 def _have_other_limit(results: pd.DataFrame, kept: pd.Series) -> pd.Series:

@@ -13,6 +13,7 @@ from loopdropout_trainer.errors import UserError, closest_match, docs_page, join
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.reports.cell_options import check_cell, check_options
 from loopdropout_trainer.reports.frames import average, has_method, select
+from loopdropout_trainer.reports.other_problems import is_score
 from loopdropout_trainer.reports.recipe_columns import (
     PREFIX,
     describe_values,
@@ -23,7 +24,7 @@ from loopdropout_trainer.reports.recipe_columns import (
 )
 from loopdropout_trainer.reports.recipe_texts import is_benchmark, show_setting
 from loopdropout_trainer.reports.tables import NUMBERS, compare, mean_numbers, mean_sd, paired_gains
-from loopdropout_trainer.results.run_files import DIAGNOSTIC_METRICS, is_of_base
+from loopdropout_trainer.results.run_files import is_of_base
 from loopdropout_trainer.terminal import format_fixed
 
 
@@ -236,8 +237,7 @@ def describe_problems(rows: pd.DataFrame) -> dict[str, Any]:
 
     The results of trainings and of diagnostics have no problems: their `n` counts examples or tokens.
     """
-    is_score = (rows["task"] != "training") & ~rows["metric"].isin(DIAGNOSTIC_METRICS)
-    if not is_score.all():
+    if not is_score(rows).all():
         return {"chose": rows["chose"].any()}
     return {"num_problems": rows.groupby("task")["n"].first().sum(), "chose": rows["chose"].any()}
 

@@ -24,7 +24,6 @@ from loopdropout_trainer.errors import count
 from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS
 from loopdropout_trainer.reports.frames import average, select, select_accuracies, tasks_of, values_by_seed
 from loopdropout_trainer.reports.labels import find_baseline, has_seeds, labelled
-from loopdropout_trainer.results.problems import have_other_problems
 from loopdropout_trainer.results.run_files import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 from loopdropout_trainer.terminal import format_fixed
 
@@ -151,21 +150,19 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
         return None
     gains = paired_gains(ours, other)
     unpaired = name_seeds(find_unpaired(ours, other), ", ")
-    if are_on_other_problems(ours, other, gains.index):
+    if are_on_other_problems(ours, other):
         return Gain(math.nan, test=OTHER_PROBLEMS, num_pairs=len(gains), unpaired=unpaired)
     if part is not None:
         gains = paired_gains(ours, other, part)
     return _compare_gains(gains, ours, other, part)._replace(num_pairs=len(gains), unpaired=unpaired)
 
 
-def are_on_other_problems(ours: pd.DataFrame, other: pd.DataFrame, seeds: Iterable[float]) -> bool:
-    """Return whether two settings were measured on different problems of a task, by their numbers or in a common seed."""
+def are_on_other_problems(ours: pd.DataFrame, other: pd.DataFrame) -> bool:
+    """Return whether two settings were measured on different problems of a task."""
     both = pd.concat([ours, other])
     if (both["metric"] != "accuracy").any() or both["task"].nunique() != 1:  # a difference between two tasks is wanted
         return False
-    if both["n"].nunique() > 1:
-        return True
-    return any(have_other_problems(*_of_seed(ours, other, seed)) for seed in seeds)
+    return both["problem_set"].nunique() > 1
 
 
 def find_unpaired(ours: pd.DataFrame, other: pd.DataFrame) -> list[float]:

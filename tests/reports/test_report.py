@@ -677,7 +677,12 @@ def test_seeds_on_changed_problems_are_left_out(has_digest, tmp_path):
     assert accuracy_table(tmp_path).loc[("b", "4", "LoRA"), "accuracy"] == "51.50 ± 0.71"
     more = {"method": "LoRA", "seed": 4, "value": 9.0, "n": 14, "problems": "more"}
     write(tmp_path / "LoRA/4", [more, {**more, "num_loops": 2}])  # a changed file, although the number tells it
-    assert "6 results in 3 folders" in frames.load_results(tmp_path).attrs["left_out"]
+    results = frames.load_results(tmp_path)
+    assert "6 results in 3 folders" in results.attrs["left_out"]
+    with user_error("`problem_set` differs between .* so they have no common mean"):
+        cell(tmp_path, method="LoRA", n=12, num_loops=4)
+    mean = {"method": "LoRA", "num_loops": 4, "problem_set": results["problem_set"].mode()[0]}
+    assert cell(tmp_path, **mean) == "51.50 ± 0.71"
 
 
 def test_copies_of_a_base_model_have_one_name(tmp_path):
@@ -1565,6 +1570,26 @@ def test_command_for_the_base_model_is_on_the_same_problems(tmp_path, capsys):
     text, _ = report_on(tmp_path / "later", capsys)
     options = "--eval_num_loops 4 --benchmark_limit 25 --gates null"
     assert f"`loopdropout evaluate {tmp_path}/later/recipe.yaml none {options}` does so" in text
+
+
+def test_base_model_on_other_problems_is_named(tmp_path, capsys):
+    """As after an edit of a benchmark's file, whose number of problems stays the same. Its row shows no difference."""
+    base = {"method": "base model", "gates": "none", "seed": None, "step": None, "value": 1.0, "problems": "former"}
+    run = tmp_path / "run"
+    write(run, [{"value": 50.0, "problems": "present"}, base], {"benchmarks": ["b"], "rule": "lora"})
+    text, _ = report_on(run, capsys)
+    changed = (
+        "The accuracies of the base model on b at K = 4 are on other problems than those of trained models, although on as "
+        "many. The file or data set of the task has changed between the measurements. Measure all models again on the same "
+        "one."
+    )
+    command = f"`loopdropout evaluate {run}/recipe.yaml none --eval_num_loops 4` measures the base model."
+    assert f"{changed} {command}" in text and "was not evaluated" not in text
+    dump_recipe({"rule": "lora"}, run / "recipe.yaml")  # of a task that was given in Python
+    text, _ = report_on(run, capsys)
+    assert changed in text and "measures the base model" not in text
+    write(run, [{**base, "problems": "present"}])
+    assert changed not in report_on(run, capsys)[0]
 
 
 def test_report_says_how_to_measure_the_loss_of_the_base_model(tmp_path, capsys):
