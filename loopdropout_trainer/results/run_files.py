@@ -81,7 +81,8 @@ def write_results(
 ) -> None:
     """Add results to `results.jsonl`; a result replaces the older one of the same measurement (`_key`).
 
-    A loss of the base model on other examples stays as long as another model in the folder is measured on them.
+    Diagnostics on another number of tokens are another measurement and stay, except for those of the training itself, which
+    measures again with `step`.
 
     Args:
         output_dir: folder of the run, created if it is missing.
@@ -96,31 +97,12 @@ def write_results(
         if step:
             kept = [row for row in kept if row.get("step") in (None, step)]
             kept = [row for row in kept if row.get("training") in (None, training)]
-        by_key = {_key(row): row for row in [*kept, *rows]}
-        written = [*_find_needed_losses(kept, by_key), *by_key.values()]
-        write_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written))
-
-
-def _find_needed_losses(
-    former: Iterable[Mapping[str, Any]], by_key: Mapping[frozenset, Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """Return the replaced results of the base model on examples that another model in the folder is still measured on.
-
-    `diagnose` of one adapter on fewer examples measures the base model on them, too. The losses of the other adapters are
-    compared with those of the base model on the same examples, which have the same number of tokens.
-
-    Args:
-        former: Results that were in the folder before.
-        by_key: Results that replace them, by `_key`.
-    """
-    measured = {(row.get("task"), row.get("n")) for row in by_key.values() if not is_of_base(row)}
-    needed = []
-    for row in former:
-        is_on_others = by_key[_key(row)].get("n") != row.get("n")
-        is_loss = is_of_base(row) and row.get("metric") in DIAGNOSTIC_METRICS
-        if is_loss and is_on_others and (row.get("task"), row.get("n")) in measured:
-            needed.append(row)
-    return needed
+        by_key = {}
+        for row in [*kept, *rows]:
+            is_diagnosed = not step and row.get("metric") in DIAGNOSTIC_METRICS
+            num_tokens = row.get("n") if is_diagnosed else None
+            by_key[_key(row), num_tokens] = row
+        write_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in by_key.values()))
 
 
 def read_results(*folders: str | Path) -> list[dict[str, Any]]:
@@ -401,7 +383,7 @@ def is_finished(output_dir: str | Path) -> bool:
 
 
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
-    """Return the columns that two results in a folder share if one replaces the other."""
+    """Return the columns that two results in a folder share if one replaces the other, except for the number of tokens."""
     ignored = {"value", "n", "limit", "samples", "problems", *unneeded_columns(row)}
     return frozenset((name, str(value)) for name, value in row.items() if name not in ignored and value is not None)
 

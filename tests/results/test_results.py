@@ -38,18 +38,21 @@ def test_write_results_replaces_equal_keys_only(tmp_path, column):
     assert read_lines(tmp_path / "new/results.jsonl") == [newer, other]  # one flat object per line
 
 
-def test_base_losses_of_other_models_stay(tmp_path):
-    """`diagnose` of one adapter on fewer examples replaces its own losses only, until no model is measured on the others."""
+def test_losses_on_other_examples_stay(tmp_path):
+    """`diagnose` on fewer examples adds its losses, also those of the base model. The same measurement is replaced."""
     loss = {**ROW, "metric": "depth_loss", "task": "development", "unit": "nats"}
     base = {**loss, "method": "base model", "gates": "none", "seed": None, "step": None}
     write_results(tmp_path, [base, loss, {**loss, "method": "CoTo"}])
-    for method, numbers in (("LoRA", [100, 40]), ("CoTo", [40])):
-        write_results(tmp_path, [{**base, "n": 40, "value": 60.0}])
-        write_results(tmp_path, [{**loss, "method": method, "n": 40, "value": 60.0}])
-        rows = read_lines(tmp_path / "results.jsonl")
-        assert [row["n"] for row in rows if row["method"] == "base model"] == numbers
+    for value in (60.0, 61.0):
+        for row in (base, loss):
+            write_results(tmp_path, [{**row, "n": 40, "value": value}])
+    found = [(row["method"], row["n"], row["value"]) for row in read_lines(tmp_path / "results.jsonl")]
+    measured = [("base model", 100, 70.0), ("LoRA", 100, 70.0), ("CoTo", 100, 70.0)]
+    assert found == [*measured, ("base model", 40, 61.0), ("LoRA", 40, 61.0)]
     tables = make_loss_tables(load_results(tmp_path))
-    assert [[*table.texts.index] for table in tables] == [["base model", "LoRA", "CoTo"]]
+    assert [[*table.texts.index] for table in tables] == [["base model", "LoRA", "CoTo"], ["base model", "LoRA"]]
+    write_results(tmp_path, [{**loss, "n": 30}], step=10)  # of the training, which has one number for each
+    assert [row["n"] for row in read_lines(tmp_path / "results.jsonl") if row["method"] == "LoRA"] == [30]
 
 
 def write_rows(folder, method):
