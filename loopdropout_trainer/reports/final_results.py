@@ -46,7 +46,8 @@ def final_results(results: pd.DataFrame, with_checkpoints: bool = False, named: 
         results: From `load_results`.
         with_checkpoints: Whether results of checkpoints stay.
         named: Folders that the user has named. The results of a run among them stay, also if it only chose a learning rate,
-            and those of a run outside of all of them, because they are of an evaluation whose models the user has named.
+            as do those of each run of a learning rate whose folder is among them. Those of a run outside of all of them stay,
+            too, because they are of an evaluation whose models the user has named.
     """
     accuracy = results[(results["metric"] == "accuracy") & results["sweep"].notna()]
     is_test = accuracy["task"] != DEVELOPMENT
@@ -65,13 +66,17 @@ def final_results(results: pd.DataFrame, with_checkpoints: bool = False, named: 
 def _is_named(results: pd.DataFrame, folders: Collection[str]) -> pd.Series:
     """Return whether the user has named the run of each result: as one of some folders, or in an evaluation that is there.
 
-    The run of such an evaluation is in another place than the folders.
+    The folder `lr_X` of a sweep names its runs. The folder of a method or of the whole sweep does not, because it has the
+    runs of all learning rates. The run of an evaluation is in another place than the folders.
     """
     paths = {Path(folder).resolve() for folder in folders}
     named = {}
     for run in results["run"].unique():
-        places = {Path(run), *Path(run).parents}
-        named[run] = Path(run) in paths or (bool(paths) and paths.isdisjoint(places))
+        names = {Path(run)}
+        if folder_of_run(run) is not None:
+            names.add(Path(run).parent)
+        is_outside = bool(paths) and paths.isdisjoint([Path(run), *Path(run).parents])
+        named[run] = is_outside or not paths.isdisjoint(names)
     return results["run"].map(named)
 
 

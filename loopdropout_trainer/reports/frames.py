@@ -46,6 +46,7 @@ import pandas as pd
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint
+from loopdropout_trainer.reports.base_names import NAME as BASE_NAME
 from loopdropout_trainer.reports.base_names import unify_base_names
 from loopdropout_trainer.reports.other_problems import OTHER_FILE, OTHER_LIMIT, find_other_problems, name_problem_sets
 from loopdropout_trainer.reports.recipe_columns import read_column
@@ -87,6 +88,7 @@ IGNORED = {
     "run",
     "adapter",
     "training",
+    "trained_loops",  # `recipe_num_loops` tells two depths of training apart (`_name_depths`). The base model has none.
     "samples",
     "limit",
     "chose",
@@ -207,7 +209,7 @@ def _make_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     results = results.reindex(columns=list(dict.fromkeys(columns)))
     names = results["recipe_run_name"].astype(str).str.extract(RUN_NAME)  # `sweep` and `variant`
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()  # K of each training
-    results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
+    results = results.assign(**names, trained_loops=_find_trained_loops(results, depths))
     results["checkpoint"] = pd.array([_find_checkpoint(row) for row in rows], dtype="Int64")
     results["recipe_num_loops"] = _name_depths(results, depths)
     results["chose"] = _find_choosing(results)
@@ -235,6 +237,28 @@ def _find_checkpoint(row: dict[str, Any]) -> int | None:
     if is_of_base(row):
         return None
     return checkpoint_step(row.get("adapter") or row["folder"])
+
+
+def _find_trained_loops(results: pd.DataFrame, depths: pd.Series) -> pd.Series:
+    """Return the depth of the training of each result, or that of the measurement if the training is not loaded.
+
+    The base model is measured before the training, which may have failed since, or not have begun. So its results in a folder
+    without a training have the depth of the other trainings over it. If these have several depths, a result at one of them
+    has its own.
+
+    Args:
+        results: Results with the column `run`.
+        depths: Depth of each loaded training, by its folder.
+    """
+    trained_loops = results["run"].map(depths)
+    is_alone = is_of_base(results) & trained_loops.isna()
+    bases = results.reindex(columns=[BASE_NAME])[BASE_NAME]
+    for _, own_loops in trained_loops.groupby(bases, dropna=False):
+        known = own_loops.dropna().unique()
+        if len(known):
+            alone = results.loc[own_loops.index[is_alone[own_loops.index]], "num_loops"]
+            trained_loops[alone.index] = alone.where(alone.isin(known), known[0])
+    return trained_loops.fillna(results["num_loops"])
 
 
 def _name_depths(results: pd.DataFrame, depths: pd.Series) -> pd.Series:

@@ -31,6 +31,7 @@ from loopdropout_trainer.files import (
 from loopdropout_trainer.hints import folder_hint
 from loopdropout_trainer.settings.field_hints import FORMER_NAMES
 from loopdropout_trainer.settings.recipe import load_recipe
+from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
 
 
 RESULTS_FILE, RECIPE_FILE, RUN_FILE = "results.jsonl", "recipe.yaml", "run.json"
@@ -108,7 +109,8 @@ def write_results(
 def read_results(*folders: str | Path) -> list[dict[str, Any]]:
     """Return all results below the folders, once if a folder contains another one.
 
-    Each result gets the column `folder` and one column `recipe_<field>` for each field of the `recipe.yaml` next to it.
+    Each result gets the column `folder` and one column `recipe_<field>` for each field of the `recipe.yaml` next to it. A run
+    of a sweep measures the base model before it writes one, so until then the recipe counts that the sweep gives to it.
 
     Raises:
         UserError: if a folder does not exist, or a file is not readable.
@@ -120,7 +122,8 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
             if path.resolve() in seen:
                 continue
             seen.add(path.resolve())
-            columns = {f"recipe_{name}": value for name, value in read_recipe(path.parent).items()}
+            recipe = read_recipe(path.parent) or _load_recipe(path.with_name(SETTINGS_FILE))
+            columns = {f"recipe_{name}": value for name, value in recipe.items()}
             rows += [{**columns, **row, "folder": str(path.parent)} for row in _read_rows(path)]
     return rows
 
@@ -295,7 +298,11 @@ def recipe_path(folder: str | Path) -> Path:
 
 def read_recipe(folder: str | Path) -> dict[str, Any]:
     """Return the recipe of the run in a folder, with the present names of its fields, or an empty dict."""
-    path = recipe_path(folder)
+    return _load_recipe(recipe_path(folder))
+
+
+def _load_recipe(path: Path) -> dict[str, Any]:
+    """Return the recipe in a file, with the present names of its fields, or an empty dict without the file."""
     recipe = load_recipe(path) if path.is_file() else {}
     return {FORMER_NAMES.get(name, name): value for name, value in recipe.items()}
 

@@ -51,6 +51,7 @@ from loopdropout_trainer.results.sweep_scores import name_score
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.settings.recipe import dump_recipe, load_recipe, parse
+from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
 from loopdropout_trainer.sweeps.summary import print_lowest
 from loopdropout_trainer.terminal import format_fixed
 
@@ -1060,12 +1061,16 @@ def test_report_of_an_evaluation_has_the_models_that_it_names(finished_sweep, tm
     )
     numbers = tables.accuracy_numbers(final).loc["b"]
     assert numbers.loc[("6", "LoRA"), "mean"] == 31.5 and {*numbers.loc["4"].index} >= {"LoRA", "Loop Dropout"}
-    final = final_results(results, named=[tmp_path, finished_sweep / "lora/lr_0.001/seed_1"])
-    (sentence,) = [line for line in describe_left_out_runs(results, final) if "only chose" in line]
-    assert (
-        "1 run that only chose a learning rate. The sweep prints its score. Name its folder, too, to show" in sentence
-    )
-    assert tables.accuracy_numbers(final).loc[("b", "6"), "mean"].to_dict() == means
+    for name in ("seed_1", ""):
+        final = final_results(results, named=[tmp_path, finished_sweep / "lora/lr_0.001" / name])
+        (sentence,) = [line for line in describe_left_out_runs(results, final) if "only chose" in line]
+        assert (
+            "1 run that only chose a learning rate. The sweep prints its score. Name its folder, too, to show"
+            in sentence
+        )
+        assert tables.accuracy_numbers(final).loc[("b", "6"), "mean"].to_dict() == means
+    final = final_results(results, named=[finished_sweep / "lora"])  # of a method, with all learning rates
+    assert {*final.query("variant == 'lora'")["recipe_learning_rate"]} == {0.002}
 
 
 def report_on(folder, capsys, *words, **spec):
@@ -2304,6 +2309,32 @@ def test_base_model_of_a_failed_training_is_not_measured_again(tmp_path):
     write_run(tmp_path / "b", status="failed")
     shown, repeated = split_repeated(read_results(tmp_path / "a", tmp_path / "b"))
     assert (len(shown), len(repeated)) == (3, 0)
+
+
+@pytest.mark.parametrize("depths", [(4, 4), (2, 4)])
+def test_base_model_is_the_same_next_to_any_training(tmp_path, capsys, depths):
+    """Next to trainings of several depths, a failed training, and one of a sweep that has not begun yet."""
+    base = {"method": "base model", "gates": "none", "seed": None, "step": None, "value": 1.0}
+    of_base = [{**base, "num_loops": depth} for depth in (1, 2, 4)]
+    folders = [tmp_path / f"s/lora/lr_0.001/seed_{seed}" for seed in range(4)]
+    recipe = {"model_name_or_path": "tiny-ouro", "rule": "lora"}
+    for folder, depth in zip(folders, depths, strict=False):
+        rows = [
+            {"metric": "train_seconds", "task": "training", "value": 2.0, "num_loops": depth},
+            {"num_loops": depth},
+        ]
+        write(folder, [*of_base, *rows], {**recipe, "num_loops": depth}, value=3.0)
+    write(folders[2], of_base, recipe)
+    write_run(folders[2], status="failed")
+    write(folders[3], of_base)
+    dump_recipe(recipe, folders[3] / SETTINGS_FILE)
+    text, folder = report_on(tmp_path / "s", capsys)
+    accuracy = pd.read_csv(folder / "accuracy.csv")
+    of_base = accuracy[accuracy["method"].str.startswith("base model")]
+    assert of_base[["K", "method", "mean"]].to_numpy().tolist() == [[depth, "base model", 1] for depth in (1, 2, 4)]
+    results = frames.load_results(tmp_path)
+    found = frames.select(results, {"method": "base model", "metric": "accuracy"})
+    assert {*found["num_loops"]} == {*depths}
 
 
 def test_losses_of_the_base_model_alone_are_left_out(tmp_path):
