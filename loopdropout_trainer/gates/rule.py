@@ -258,6 +258,23 @@ def fields_of(rule: GateRule) -> dict[str, Any]:
     return {"rule": rule.name, "p": p, "rule_args": values or None}
 
 
+def join_fields(name: str, p: Any, rule_args: Any) -> dict[str, Any]:
+    """Return the fields of a rule from those of a configuration, of which `p` may be None, or raise UserError."""
+    fields = rule_args or {}
+    if not isinstance(fields, Mapping):
+        raise UserError(f"`rule_args` must be a mapping, got {short_repr(fields)}.")
+    if "p" in fields:
+        raise UserError("Set the field `p`, not `rule_args.p`.")
+    if p is None:
+        return dict(fields)
+    if name in RULES and "p" not in RULES[name].__dataclass_fields__:
+        raise UserError(
+            f"`rule: {name}` has no field 'p', got {short_repr(p)}. Leave `p` out, or set it to None, also in "
+            "`dataclasses.replace`, which copies the `p` of the former rule."
+        )
+    return {"p": p, **fields}
+
+
 def make_from_fields(classes: Mapping[str, type], option: str, name: str, fields: Mapping[str, Any]) -> Any:
     """Return the dataclass of a name with its fields, or raise UserError for an unknown name or field.
 

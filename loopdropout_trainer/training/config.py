@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -17,7 +17,7 @@ from trl import DPOConfig, GRPOConfig, SFTConfig
 from loopdropout_trainer.errors import UserError, as_path, hide_secrets, short_repr
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
-from loopdropout_trainer.gates.rule import fields_of
+from loopdropout_trainer.gates.rule import fields_of, join_fields
 from loopdropout_trainer.settings.field_hints import attribute_hint, python_field_hint
 from loopdropout_trainer.settings.fields import check_fields, check_mappings, option
 from loopdropout_trainer.training.argument_checks import wrong_args
@@ -158,6 +158,8 @@ class GateConfig:
         is_field = name in self.__dataclass_fields__
         if is_field and hasattr(value, "tolist"):  # numbers of numpy and torch, which JSON and YAML do not know
             value = value.tolist()
+        if name == "p":  # which the user may set to the value that it has
+            vars(self).pop("_rule_of_p", None)
         super().__setattr__(name, value)
 
     def _take_rule(self) -> None:
@@ -234,23 +236,18 @@ class GateConfig:
 
     def make_rule(self) -> GateRule:
         """Return the gate rule that these arguments describe."""
-        fields = self.rule_args or {}
-        if not isinstance(fields, Mapping):
-            raise UserError(f"`rule_args` must be a mapping, got {short_repr(fields)}.")
-        if "p" in fields:
-            raise UserError("Set the field `p`, not `rule_args.p`.")
-        if self.p is not None:
-            if self.rule in RULES and "p" not in RULES[self.rule].__dataclass_fields__:
-                raise UserError(
-                    f"`rule: {self.rule}` has no field 'p', got {short_repr(self.p)}. Leave `p` out, or set it to None."
-                )
-            fields = {"p": self.p, **fields}
-        return make_rule(self.rule, **fields)
+        # Nobody has given a `p` that is the own value of a former rule, so the present rule has its own value, too.
+        is_of_former_rule = vars(self).get("_rule_of_p", self.rule) != self.rule
+        p = None if is_of_former_rule else self.p
+        return make_rule(self.rule, **join_fields(self.rule, p, self.rule_args))
 
     def take_own_p(self) -> GateRule:
         """Return the rule, and set `p` to the one that it draws with, which is its own value if `p` is None."""
+        is_own_value = self.p is None or "_rule_of_p" in vars(self)
         rule = self.make_rule()
         self.p = fields_of(rule)["p"]
+        if is_own_value:
+            vars(self)["_rule_of_p"] = self.rule
         return rule
 
     @property

@@ -40,6 +40,21 @@ def test_rule_can_be_an_object(config, rule):
     assert rule is LoopDropout or {"rule", "p", "rule_args"} <= {*args.given_fields()}
 
 
+def test_own_p_of_a_rule_gives_way_to_the_next_rule(config):
+    """Nobody has given it. A given `p` stays, also if it is the own value of the former rule."""
+    args = config()
+    assert args.p == 0.5
+    for rule, rule_args, p in (("lora", None, None), ("exactly_m", {"m": 2}, None), ("learned", None, 0)):
+        args.rule, args.rule_args = rule, rule_args
+        assert args.take_own_p().name == rule and args.p == p
+        assert args.take_own_p() == args.make_rule()
+    args.rule, args.p = "lora", 0.5
+    for given in (args, dataclasses.replace(config(), gate_seed=1)):
+        given.rule, given.rule_args = "lora", None
+        with user_error("`rule: lora` has no field 'p', got 0.5. Leave `p` out, or set it to None, also in"):
+            given.make_rule()
+
+
 def test_p_of_a_trainer_is_the_one_that_it_draws_with(config, dataset, tokenizer):
     """Also if it was set to None, or the rule was set, after the arguments were made."""
     args = config(p=0.25)
@@ -139,7 +154,10 @@ def test_wrong_field_that_is_set_later_raises(config, name, value, message):
         ({"lora_r": 8}, "Give the trainer a `LoraConfig` as `peft_config`"),
         ({"max_seq_length": 8}, "Did you mean 'max_length'"),
         ({"group_by_length": True}, "Did you mean 'train_sampling_strategy'"),
-        ({"rule": "lora", "p": 0.5}, "`rule: lora` has no field 'p', got 0.5. Leave `p` out, or set it to None."),
+        (
+            {"rule": "lora", "p": 0.5},
+            "`rule: lora` has no field 'p', got 0.5. Leave `p` out, or set it to None, also in",
+        ),
         ({"rule": ExactlyM(2), "rule_args": {"m": 1}}, r"fields of a rule in one place: `rule=ExactlyM\(m=2\)`"),
         ({"rule": torch.ones}, "an instance of `GateRule`, got <built-in method ones .* method `sample` of a class"),
         ({"rule": ["lora"]}, r"`rule` must be a name, or a rule such as .*, got \['lora'\]"),
