@@ -117,11 +117,11 @@ class LoopedLM(HFLM):
                 chat_template=chat_template,
                 device=device,
             )
+        self.looped = attach_looped_model(pretrained)
         _check_complete(pretrained)
         check_batch_size(batch_size)
         lm_eval_options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}
         super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **lm_eval_options)
-        self.looped = attach_looped_model(pretrained)
         if num_loops is not None:
             check_num_loops(num_loops)
         self.given_num_loops = num_loops

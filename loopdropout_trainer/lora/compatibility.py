@@ -75,6 +75,8 @@ def default_peft_config(
         raise UserError(
             f"`peft_config` must be a LoraConfig, such as `LoraConfig(r=16)`, got {short_repr(peft_config)}."
         )
+    if model is not None:
+        find_looped_model(model)  # raises an error for a trainer
     peft_config = copy.copy(peft_config)  # another model may use it
     _check_values(peft_config)
     targets = peft_config.target_modules
@@ -309,6 +311,7 @@ def is_enabled(model: nn.Module) -> bool:
 
 def check_enabled(model: nn.Module, reason: str) -> None:
     """Raise UserError if a model has no adapter, or a disabled one. `reason`: end of the sentence about the latter."""
+    find_looped_model(model)  # raises an error for a trainer
     if is_enabled(model):
         return
     check_present(model)

@@ -122,6 +122,9 @@ def test_labels_name_the_gates_of_a_block(tokenizer):
     for measure in (single_loop, curvature):
         with user_error("OuroForCausalLM has no adapter to gate. Wrap it with peft.get_peft_model"):
             measure(tiny_ouro(), batches)
+    for measure in (single_loop, curvature, readouts, depth_matrix, LoopedLM):
+        with user_error("`model` must be a looped model, .* Pass its `model`"):
+            measure(SimpleNamespace(model=model), batches)  # as of a trainer
     assert lm.columns["gates"] == "unit" and readouts(model, batches)[0]["method"] == "A"
 
 

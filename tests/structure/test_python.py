@@ -13,6 +13,7 @@ from loopdropout_trainer import (
     LoopDropoutConfig,
     LoopDropoutSFTTrainer,
     data,
+    default_peft_config,
     evaluation,
     load_model,
     loop_dropout,
@@ -75,6 +76,10 @@ MISTAKES = {
     ),
     "gates of a trainer": (
         lambda folder: use_gates(SimpleNamespace(model=tiny_ouro()), [1]).__enter__(),
+        "Pass its `model`.",
+    ),
+    "adapter of a trainer": (
+        lambda folder: default_peft_config(SimpleNamespace(model=tiny_ouro()), target_modules=".*q_proj"),
         "Pass its `model`.",
     ),
     "gates of a base model": (lambda folder: loop_dropout(tiny_ouro(), p=0.5), "has no adapter to gate"),
