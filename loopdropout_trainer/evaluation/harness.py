@@ -76,8 +76,12 @@ def evaluate_tasks(
     for task in tasks:
         if isinstance(task, str):
             selected |= load_task(task, limit=limit)
-        else:
+        elif isinstance(task, Task | Group):
             selected[name_of(task)] = task
+        else:
+            raise UserError(
+                f"`tasks` must have names of tasks, or tasks as of `own_benchmark`, got {short_repr(task)}."
+            )
     check_programs(selected.values(), allow_unsafe_code)
     chats = {}
     for name, task in selected.items():
@@ -111,6 +115,10 @@ def _check_arguments(lm: Any, tasks: Any, **numbers: Any) -> None:
         raise UserError(f"`lm` must be a `LoopedLM`, got {short_repr(lm)}. Give `LoopedLM({given})`.")
     if isinstance(tasks, str):
         raise UserError(f"`tasks` must be a list, got {tasks!r}. Did you mean [{tasks!r}]?")
+    if isinstance(tasks, Task | Group):
+        raise UserError(f"`tasks` must be a list, got the task {name_of(tasks)!r}. Give it as `[task]`.")
+    if not isinstance(tasks, Iterable):
+        raise UserError(f"`tasks` must be a list of names or tasks, got {short_repr(tasks)}.")
     for field, value in numbers.items():
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (is_number and value >= 1):

@@ -53,6 +53,9 @@ TASKS = Path(__file__).with_name("tasks")
 _OWN = "own"
 """Task that own benchmarks are made of, which has no problems itself."""
 
+_MADE_NAMES: set[str] = set()
+"""Names of the own benchmarks that this process has made, which are no tasks that a name loads."""
+
 _TEXTS = str | list[str]
 _OWN_TYPES = {
     "files": _TEXTS | Path | list[str | Path] | None,
@@ -261,6 +264,7 @@ def own_benchmark(
     options = {"until": stop, "max_gen_toks": max_new_tokens}
     options = {option: value for option, value in options.items() if value is not None}
     task.set_config("generation_kwargs", options, update=True)
+    _MADE_NAMES.add(name)
     return task
 
 
@@ -334,6 +338,11 @@ def load_task(name: str, revision: str | None = None, limit: int | None = None) 
     Raises:
         UserError: if there is no such task, or its data cannot be loaded.
     """
+    if name in _MADE_NAMES:
+        raise UserError(
+            f"`{name}` is the name of an own benchmark, by which no task is loaded. Put the task that `own_benchmark` has "
+            f"returned into the list, as in `evaluate_tasks(lm, [own_benchmark({name!r}, ...)])`."
+        )
     return _load_task(name, revision, limit)
 
 

@@ -230,10 +230,19 @@ CAPITALS = [{"country": "France", "capital": "Paris"}, {"country": "Peru", "capi
 OWN = {"prompt": "The capital of {country} is", "target": "{capital}", "scorer": "exact_match"}
 
 
-def test_own_benchmark_scores_answers(replay, tmp_path):
+def test_own_benchmark_scores_answers(replay, tokenizer, tmp_path):
     files = write_lines(tmp_path / "rows.jsonl", CAPITALS)
     task = own_benchmark("capitals", files, **OWN, max_new_tokens=8, stop=["."])
     assert task.config.generation_kwargs == {"until": ["."], "do_sample": False, "max_gen_toks": 8}
+    lm = LoopedLM(steady(), tokenizer)
+    with user_error(r"Put the task that `own_benchmark` has returned .* \[own_benchmark\('capitals', ...\)\]"):
+        evaluate_tasks(lm, ["capitals"])
+    with user_error(r"`tasks` must be a list, got the task 'capitals'. Give it as `\[task\]`"):
+        evaluate_tasks(lm, task)
+    with user_error("`tasks` must be a list of names or tasks, got None"):
+        evaluate_tasks(lm, None)
+    with user_error("`tasks` must have names of tasks, or tasks as of `own_benchmark`, got 5"):
+        evaluate_tasks(lm, [5])
     (accuracy, *_), samples = replay(task, [], [" Paris ", "Cuzco"])
     assert (accuracy["task"], accuracy["metric"], accuracy["value"]) == ("capitals", "accuracy", 50)
     shown = [(sample["prompt"], sample["target"], sample["correct"]) for sample in samples]
