@@ -24,7 +24,7 @@ from loopdropout_trainer.errors import (
     first_line,
     short_repr,
 )
-from loopdropout_trainer.files import model_path, public_name, read_text
+from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path, public_name, read_text
 from loopdropout_trainer.hints import file_hint
 from loopdropout_trainer.hub import TOKENIZER_FILES, download_files, split_revision
 from loopdropout_trainer.limits import bounded_rendering, check_length, end_rendering, render_chat
@@ -141,10 +141,8 @@ def load_tokenizer(
     as_path("name_or_path", name_or_path)
     name_or_path = model_path(name_or_path)
     if Path(name_or_path).is_dir() and not Path(name_or_path, "tokenizer.json").is_file():
-        raise UserError(
-            f"{name_or_path} must have a tokenizer, but it has no tokenizer.json. Save a merged model with its tokenizer by "
-            "`merge_and_save(model, folder, tokenizer)`, and another model's by `tokenizer.save_pretrained(folder)`."
-        )
+        fix = _advise_saving(Path(name_or_path))
+        raise UserError(f"{name_or_path} must have a tokenizer, but it has no tokenizer.json. {fix}")
     for beginning, tokenizer_name in TOKENIZERS.items():
         if str(name_or_path).startswith(beginning):  # the revision is one of the model's repository
             name_or_path, revision = tokenizer_name, None
@@ -160,6 +158,18 @@ def load_tokenizer(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _advise_saving(folder: Path) -> str:
+    """Return how a folder gets a tokenizer. That of a training in Python has one after `save_model`."""
+    checkpoints = [path for path in folder.glob("*") if is_checkpoint(path) and (path / "tokenizer.json").is_file()]
+    if checkpoints:
+        newest = max(checkpoints, key=checkpoint_step)
+        return f"Call `trainer.save_model()`, which saves it with the adapter, or use {newest}."
+    return (
+        "Save a merged model with its tokenizer by `merge_and_save(model, folder, tokenizer)`, and another model's by "
+        "`tokenizer.save_pretrained(folder)`."
+    )
 
 
 def _read_tokenizer(name_or_path: str | Path, revision: str | None) -> PreTrainedTokenizerFast:

@@ -516,6 +516,11 @@ def test_training_in_python_without_a_saved_adapter(make_sft, tmp_path):
         f"before the model is trained again, or use {tmp_path}/checkpoint-2.$"
     ):
         load(find_source(tmp_path))
+    with user_error(
+        f"no tokenizer.json. Call `trainer.save_model..`, which saves .* or use {tmp_path}/checkpoint-2.$"
+    ):
+        load_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path / "checkpoint-2").get_vocab() == trainer.processing_class.get_vocab()
     shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3")  # of a later training, which was stopped
     with user_error("has no model yet, because it is not finished"):
         find_source(tmp_path)
