@@ -285,7 +285,8 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
         is_trainable: Whether to train the adapter further.
 
     Returns:
-        The PEFT model over `model`, with gated layers. It is in evaluation mode unless `is_trainable` is true.
+        The PEFT model over `model`, with gated layers. All of it is in evaluation mode unless `is_trainable` is true. Then
+        `model` keeps its mode, so call `train()` of the PEFT model before a training loop of your own. Trainers do it.
 
     Raises:
         UserError: If the folder does not hold an adapter in safetensors, or the adapter does not fit the model.

@@ -74,6 +74,7 @@ def test_merge_script_reads_authors_format(tmp_path):
 
 def test_adapter_is_trained_further_and_exported(train, tmp_path):
     start = load_adapter(base(), ADAPTER, is_trainable=True)
+    assert start.training and not start.get_base_model().training  # as `PeftModel.from_pretrained` leaves it
     train(start, p=0.25, max_steps=1, learning_rate=0.0).save_model()
     folder = export_authors_format(tmp_path / "run", tmp_path / "exported")
     fields = json.loads((folder / CONFIG).read_text())
