@@ -48,8 +48,10 @@ def as_gate_matrix(
     try:
         gates = torch.as_tensor(gates)
     except (TypeError, ValueError, RuntimeError):
+        example = [1] + [0] * (num_loops - 1)
         raise UserError(
-            f"{name} must be numbers, one for each of the K = {num_loops} loops, got {short_repr(value)}."
+            f"{name} must be a list of numbers, one for each of the K = {num_loops} loops, such as {example}, got "
+            f"{short_repr(value)}."
         ) from None
     if gates.dim() == 0:
         number = short_repr(value)

@@ -215,7 +215,7 @@ def test_checkpointed_unit_pass_raises_in_a_block(use_reentrant):
             torch.full((4, 2), 0.5),
             r"got 2 columns. `num_beams` .* Repeat the columns, .* `gates.repeat_interleave\(2, dim=1\)`",
         ),
-        ("1-0-0-0", "`gates` must be numbers, one for each of the K = 4 loops, got '1-0-0-0'"),
+        ("1-0-0-0", r"must be a list of numbers, .* such as \[1, 0, 0, 0\], got '1-0-0-0'"),
         (0.3, r"got 0.3. For one gate in all loops, write `\[0.3\] \* 4`. A drop probability belongs in"),
     ],
 )
