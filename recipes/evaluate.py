@@ -71,6 +71,7 @@ class EvaluationArguments(BenchmarkArguments):
     """The adapters, the depths and gates, and the tasks."""
 
     first_words = "[RECIPE.yaml] [MODEL ...]"
+    replaces = {"num_loops": "eval_num_loops"}  # a depth of the command line counts instead of those of the recipe
 
     benchmarks: list[str] = option([], "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml).")
     adapter: list[str] = option(

@@ -48,23 +48,42 @@ def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> 
     return numbers
 
 
-def describe_listed_depths(gates: Sequence[str | None], depths: Sequence[int] | None) -> str:
-    """Return where K comes from if gates do not fit one of the depths of `eval_num_loops`, with the fix.
+def check_listed_depth(
+    text: str, depth: int, gates: Sequence[str | None], depths: Sequence[int], own_depth: int | None
+) -> None:
+    """Raise UserError, with where K comes from and the fix, if gates do not fit one of the depths of `eval_num_loops`.
+
+    If the depths have that of the model, and they do not fit it, a forgotten number is likely. The error names it first.
 
     Args:
+        text: Gates that are checked, one of `gates`.
+        depth: Depth that they must fit, one of `depths`.
         gates: All gates of the evaluation.
-        depths: Depths of `eval_num_loops`, or None if it is not set, for which the text is "".
+        depths: Depths of `eval_num_loops`.
+        own_depth: Depth of the model without `eval_num_loops`, if it is known. A command that lists others means those.
     """
-    if not depths:
-        return ""
-    fitting = [str(depth) for depth in depths if _fit(gates, depth)]
-    fix = "Set depths that all `gates` fit."
-    if fitting:
-        fix = f"Add `--eval_num_loops {' '.join(fitting)}`, which all `gates` fit."
-    return f" K is one of `eval_num_loops` ({', '.join(map(str, depths))}), of the recipe or the command. {fix}"
+    if fit_depth([text], depth):
+        return
+    fitting = " ".join(str(listed) for listed in depths if fit_depth(gates, listed))
+    origin = f"`eval_num_loops` ({', '.join(map(str, depths))}), of the recipe or the command"
+    if own_depth in depths and not fit_depth([text], own_depth):
+        named = own_depth
+        remark = f"The model runs {own_depth} loops. Also add `--eval_num_loops {own_depth}` instead of {origin}."
+        if fitting:
+            remark += f" Or keep the `gates` and add `--eval_num_loops {fitting}`, which all of them fit."
+    else:
+        named = depth
+        fix = "Set depths that all `gates` fit."
+        if fitting:
+            fix = f"Add `--eval_num_loops {fitting}`, which all `gates` fit."
+        remark = f"K is one of {origin}. {fix}"
+    try:
+        parse_gates(expand_gates([text], named)[0], named)
+    except UserError as error:
+        raise UserError(f"{error} {remark}") from None
 
 
-def _fit(gates: Sequence[str | None], num_loops: int) -> bool:
+def fit_depth(gates: Sequence[str | None], num_loops: int) -> bool:
     """Return whether all gates have one number for each of K loops."""
     try:
         for text in expand_gates(gates, num_loops):

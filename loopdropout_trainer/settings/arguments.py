@@ -270,9 +270,10 @@ class ScriptArguments(BenchmarkArguments):
         if off:
             names = " and ".join(f"`{name}`" for name in off)
             options = " ".join(f"--{name} {value}" for name, value in off.items())
+            of_sweep = ", ".join(f"{name}: {value}" for name, value in off.items())
             raise UserError(
                 f"`benchmarks` must be set, because the recipe or the command line sets {names}. To evaluate nothing, also "
-                f"set `{options}`."
+                f"set `{options}` (in a sweep: `measure: {{{of_sweep}}}`)."
             )
 
 

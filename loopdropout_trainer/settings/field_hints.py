@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Collection, Mapping
@@ -231,8 +232,10 @@ def warn_of_replaced_mappings(recipe: Mapping[str, Any], changes: Mapping[str, A
 def _name_value(value: Any) -> str:
     """Return a value as a recipe has it. A single word of a command line is no list."""
     if isinstance(value, list):
-        words = ", ".join(item if isinstance(item, str) else short_repr(item) for item in value)
+        words = ", ".join(map(_name_value, value))
         return words if len(value) == 1 else f"[{words}]"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)  # has the words of YAML: null, true and false
     return value if isinstance(value, str) else short_repr(value)
 
 

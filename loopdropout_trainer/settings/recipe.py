@@ -205,7 +205,7 @@ def read_settings(
     fields, hints = find_fields(dataclass_types)
     changes = _options(argv, hints, first_words)
     import_files(items_of(changes.pop("import", ())))
-    recipe = {}
+    recipe: dict[str, Any] = {}
     if path is not None:
         recipe = load_recipe(path, command=_find_command(dataclass_types))
         _check_safe({name: value for name, value in recipe.items() if name not in changes}, path)
@@ -216,6 +216,9 @@ def read_settings(
     warn_of_unused_epochs(recipe, changes)
     warn_of_replaced_mappings(recipe, changes)
     given = {name: value for name, value in override(recipe, changes).items() if name not in unread}
+    for name, replaced in getattr(dataclass_types[0], "replaces", {}).items():
+        if changes.get(name) is not None and replaced not in changes:
+            given.pop(replaced, None)
     check_advice(given, fields, getattr(dataclass_types[0], "advice", {}))
     return _read_values(given, fields, hints, getattr(dataclass_types[0], "inner_fields", None))
 

@@ -701,7 +701,7 @@ MISTAKES = [
         "sft",
         "--benchmarks null --single_loop_accuracy false",
         "`benchmarks` must be set, because the recipe or the command line sets `eval_num_loops`. To evaluate nothing, also "
-        "set `--eval_num_loops null`.",
+        "set `--eval_num_loops null` (in a sweep: `measure: {eval_num_loops: null}`).",
     ),
     ("sft", "--num_eval_examples 0", "`num_eval_examples` must be at least 1"),
     (

@@ -542,11 +542,16 @@ def test_dry_run_without_the_model_has_all_that_needs_none(saved, tmp_path, caps
 
 
 def test_dry_run_plans_the_depth_that_is_measured(saved, tmp_path, capsys):
-    """`num_loops` without `eval_num_loops`, also for gates that depend on the depth."""
+    """`num_loops` of the command line instead of `eval_num_loops` of the recipe, also for gates that depend on the depth."""
     command = words(saved, tmp_path, "--adapter", "none", f"own={saved / 'adapter'}", gates="single_loop", num_loops=2)
-    SCRIPT.main([*command, "--dry_run", "true"])
-    out = capsys.readouterr().out
-    assert "models      base, K = 2, gates: none\n            own, K = 2, gates: loop 1, loop 2\n" in out
+    recipe = tmp_path / "depths.yaml"
+    recipe.write_text("eval_num_loops: [1, 3]\n")
+    for first_words in ([], [str(recipe)]):
+        SCRIPT.main([*first_words, *command, "--dry_run", "true"])
+        out = capsys.readouterr().out
+        assert "models      base, K = 2, gates: none\n            own, K = 2, gates: loop 1, loop 2\n" in out
+    SCRIPT.main([str(recipe), *command, "--eval_num_loops", "4", "--num_loops", "null", "--dry_run", "true"])
+    assert "models      base, K = 4, gates: none\n" in capsys.readouterr().out
 
 
 def test_runs_of_a_sweep_are_told_apart():

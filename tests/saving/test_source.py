@@ -1,6 +1,7 @@
 """One table of what names are: each kind of folder and repository, the fields of its source, and what every command prints."""
 
 import json
+import re
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -649,6 +650,19 @@ def test_gates_that_do_not_run_are_refused_before_loading(places, tmp_path, monk
             load_script(f"recipes/{command}.py").main([*words(name, tmp_path), gates])
     with user_error(message):
         LoopedLM(name, gates=gates)
+
+
+def test_gates_without_a_number_name_the_depth_of_the_model_first(places, tmp_path):
+    """Before the listed depth that they fit, because a number was probably forgotten."""
+    words = GATED["evaluate"](str(places["run"]), tmp_path)
+    message = (
+        "`gates` must have one number for each loop (K = 4), such as 1-0-0-0, got '1-0-0'. The model runs 4 loops. Also add "
+        "`--eval_num_loops 4` instead of `eval_num_loops` (1, 3, 4), of the recipe or the command."
+    )
+    fix = " Or keep the `gates` and add `--eval_num_loops 3`, which all of them fit."
+    for gates, end in ((["1-0-0"], fix), (["1-0-0", "1-0"], "")):
+        with user_error(f"^{re.escape(message + end)}$"):
+            load_script("recipes/evaluate.py").main([*words, *gates, "--eval_num_loops", "1", "3", "4"])
 
 
 def test_order_and_current_directory_change_nothing(places, tmp_path, monkeypatch):

@@ -482,8 +482,15 @@ def test_sweep_names_the_best_adapter_and_the_chance_of_one_seed(lab, capsys):
 
 
 def test_sweep_whose_settings_remove_the_benchmarks_chooses_by_loss(lab):
-    """The recipes of the runs decide, and not the recipe that they start from."""
+    """The recipes of the runs decide, and not the one that they start from. A message names what else is switched off."""
     assert lab.sweep(settings={"benchmarks": None}).select_on == "eval_loss"
+    on = {"eval_num_loops": [2], "single_loop_accuracy": True}
+    off = {"eval_num_loops": None, "single_loop_accuracy": False}
+    advice = "(in a sweep: `measure: {eval_num_loops: null, single_loop_accuracy: false}`)."
+    settings = {"benchmarks": None, **on}
+    with user_error(re.escape(advice)):
+        sweep.print_sweep_plan(lab.sweep(settings=settings))
+    sweep.print_sweep_plan(lab.sweep(settings=settings, measure=off))
     assert lab.sweep(methods={"a": {"rule": "lora", "benchmarks": []}}).select_on == "eval_loss"
     assert lab.sweep().select_on == "development"
 
@@ -1740,6 +1747,8 @@ def test_signal_after_the_last_run_says_that_all_are_finished(lab, monkeypatch):
     ("steps: 20", "`steps` is not a field of this script. Put fields of trainings under `settings`: {max_steps: 20}."),
     ("benchmarks: [gsm8k, x]", "Put fields of the evaluation under `measure`: {benchmarks: [gsm8k, x]}."),
     ("lora_r: 8", "Put fields of trainings under `settings`: {lora_r: 8}."),
+    ("eval_num_loops: null", "Put fields of the evaluation under `measure`: {eval_num_loops: null}."),
+    ("single_loop_accuracy: false", "Put fields of the evaluation under `measure`: {single_loop_accuracy: false}."),
     ("learning_rate: 0.1", "Did you mean 'learning_rates'?"),  # the sweep sets it
     ("method: lora", "Did you mean 'methods'?"),  # which people also write for `rule`
 ])  # fmt: skip
