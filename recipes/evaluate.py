@@ -56,12 +56,7 @@ from loopdropout_trainer.saving.command_line import name_sources, split_name
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import ModelLoader
 from loopdropout_trainer.saving.source import find_base, find_source
-from loopdropout_trainer.settings.arguments import (
-    DEPTH_BOUNDS,
-    BenchmarkArguments,
-    SourceArguments,
-    option,
-)
+from loopdropout_trainer.settings.arguments import DEPTH_BOUNDS, BenchmarkArguments, SourceArguments, option
 from loopdropout_trainer.settings.recipe import build, dump_recipe, read_settings, without_option
 from loopdropout_trainer.terminal import print_sentences
 

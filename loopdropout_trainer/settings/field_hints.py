@@ -195,6 +195,19 @@ def check_advice(given: Collection[str], fields: Collection[str], advice: Mappin
             raise UserError(f"`{name}` is not a field of this script. {advice[name]}")
 
 
+def drop_replaced(recipe: dict[str, Any], changes: Mapping[str, Any], replaces: Mapping[str, str]) -> None:
+    """Remove fields from a recipe that would hide a field of the command line.
+
+    Args:
+        recipe: Settings of the recipe, which are changed.
+        changes: Settings of the command line.
+        replaces: Names of fields of the command line, and of the field of the recipe that each counts instead of.
+    """
+    for name, replaced in replaces.items():
+        if changes.get(name) is not None:
+            recipe.pop(replaced, None)
+
+
 def warn_of_unused_epochs(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     """Warn if a command line sets `num_train_epochs`, but the length follows from the `max_steps` of the recipe.
 

@@ -25,6 +25,7 @@ from loopdropout_trainer.settings.command_fields import TRAININGS, find_command_
 from loopdropout_trainer.settings.field_hints import (
     InnerFields,
     check_advice,
+    drop_replaced,
     field_hint,
     list_fields,
     warn_of_replaced_mappings,
@@ -205,7 +206,7 @@ def read_settings(
     fields, hints = find_fields(dataclass_types)
     changes = _options(argv, hints, first_words)
     import_files(items_of(changes.pop("import", ())))
-    recipe: dict[str, Any] = {}
+    recipe = {}
     if path is not None:
         recipe = load_recipe(path, command=_find_command(dataclass_types))
         _check_safe({name: value for name, value in recipe.items() if name not in changes}, path)
@@ -213,12 +214,10 @@ def read_settings(
     for name in changes:
         if name in unread:
             raise UserError(f"`{name}` is a field of trainings, which has no effect on this script. Remove it.")
+    drop_replaced(recipe, changes, getattr(dataclass_types[0], "replaces", {}))
     warn_of_unused_epochs(recipe, changes)
     warn_of_replaced_mappings(recipe, changes)
     given = {name: value for name, value in override(recipe, changes).items() if name not in unread}
-    for name, replaced in getattr(dataclass_types[0], "replaces", {}).items():
-        if changes.get(name) is not None and replaced not in changes:
-            given.pop(replaced, None)
     check_advice(given, fields, getattr(dataclass_types[0], "advice", {}))
     return _read_values(given, fields, hints, getattr(dataclass_types[0], "inner_fields", None))
 
