@@ -115,13 +115,13 @@ def describe_values(results: pd.DataFrame, wanted: Mapping[str, Any]) -> str:
         values = read_column(results, name)
         if values.isin(pd.Series(value, dtype=object)).any():
             continue
-        present = [_name_value(own) for own in values.dropna().unique()]
+        present = [name_value(own) for own in values.dropna().unique()]
         if present:
             return f" The results have {name} = {', '.join(present)}."
     return ""
 
 
-def _name_value(value: Any) -> str:
+def name_value(value: Any) -> str:
     """Return a value of a setting as a text. A whole number is a float in a column where other results have none."""
     if isinstance(value, float) and value.is_integer():
         return f"{value:.0f}"

@@ -13,6 +13,7 @@ from loopdropout_trainer.errors import UserError, closest_match, docs_page, join
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.reports.cell_options import check_cell, check_options
 from loopdropout_trainer.reports.frames import average, has_method, select
+from loopdropout_trainer.reports.nearest_results import describe_nearest
 from loopdropout_trainer.reports.other_problems import is_score
 from loopdropout_trainer.reports.recipe_columns import (
     PREFIX,
@@ -44,7 +45,8 @@ def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
         UserError: for a column that results do not have.
     """
     check_columns(results, wanted)
-    rows = select(results, {"metric": "accuracy", **wanted})
+    conditions = {"metric": "accuracy", **wanted}
+    rows = select(results, conditions)
     for name in ("seed", "task", "method"):
         values = pd.Series(wanted.get(name, []), dtype=object)
         if name == "method":
@@ -55,6 +57,8 @@ def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
             check_spelling(results, wanted)
             others = describe_methods(results, wanted) + describe_sweeps(results, wanted)
             others = others or describe_values(results, wanted)
+            if rows.empty and not others:
+                others = describe_nearest(results, conditions)
             raise Missing(f"no result with {describe_selection(wanted)}.{others}")
     return rows
 

@@ -1267,6 +1267,11 @@ def test_own_table_selects_settings_at_their_defaults(finished_sweep, capsys):
     path.write_text(path.read_text().replace("0.25", "0.5"))
     text, _ = report_on(finished_sweep, capsys, filter={"task": "b", "recipe_lora_r": 8}, columns={"all": {}})
     assert "no result with task = b, recipe_lora_r = 8" in text and "The results have recipe_lora_r = 16." in text
+    selection = {"task": "b", "metric": "train_seconds", "sweep": "mine"}
+    text, _ = report_on(finished_sweep, capsys, filter=selection, columns={"all": {}})
+    assert "method = LoRA. The results with all other conditions have task = training." in text
+    text, _ = report_on(finished_sweep, capsys, filter={"task": "b", "num_loops": 6}, columns={"all": {}})
+    assert "The results with all other conditions have num_loops = 4, 8." in text
     for path in finished_sweep.rglob("recipe.yaml"):  # a column of floats, because the base model has no `max_steps`
         path.write_text(path.read_text() + "max_steps: 30\n")
     selection = {"task": "b", "recipe_max_steps": 31}
