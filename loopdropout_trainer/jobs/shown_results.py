@@ -17,6 +17,7 @@ from loopdropout_trainer.reports.labels import order_labels
 from loopdropout_trainer.reports.printing import print_by_method, print_differences, print_loss_reductions
 from loopdropout_trainer.results.run_files import BASE_MODEL
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
+from loopdropout_trainer.saving.trainings import describe_old_merge
 from loopdropout_trainer.terminal import format_value, print_sentences
 
 
@@ -37,7 +38,8 @@ def show_results(runs: Sequence[Run]) -> None:
     _print_scores(rows, depth, runs)
     print_loss_reductions(rows)
     folders = [run.args.output_dir for run in runs]
-    print_sentences("", f"Everything is in {', '.join(folders)}")
+    old_merges = [describe_old_merge(folder) for folder in folders]
+    print_sentences("", f"Everything is in {', '.join(folders)}", *filter(None, old_merges))
     _draw_first_run(runs[0])
 
 

@@ -273,9 +273,10 @@ class Source:
 
     def _method_text(self) -> str | None:
         """Return the names of the training in tables of results."""
-        names = [f"{name} {self.columns[name]}" for name in ("seed", "step") if self.columns.get(name) is not None]
-        if self.is_adapter and names:
-            return ", ".join([self.columns["method"], *names])
+        facts = self.columns if self.is_adapter else self.metadata  # the columns of a model have no training
+        names = [f"{name} {facts[name]}" for name in ("seed", "step") if facts.get(name) is not None]
+        if names and facts.get("method") is not None:
+            return ", ".join([facts["method"], *names])
         return None
 
     def _depth_text(self) -> str:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, count
+from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.metadata import read_metadata
 from loopdropout_trainer.saving.source import find_source
 
 
@@ -93,3 +94,24 @@ def warn_of_untrained(model: PeftModel, folder: str | Path, *, merges: bool) -> 
         f"{folder} has {article} {source.kind} from {describe_training(source.metadata)}. `{function}` replaces it by one "
         f"that no `train()` has trained. To keep a trained {kind}, save into another folder."
     )
+
+
+def describe_old_merge(folder: str | Path) -> str:
+    """Return a sentence if `merged` in the folder of an adapter holds the model of an earlier step, else ""."""
+    merged = Path(folder, "merged")
+    try:
+        adapter, model = read_metadata(Path(folder)), read_metadata(merged)
+    except UserError:  # a damaged file, which the commands that read the model name
+        return ""
+    is_same_training = model.get("training_id") == adapter.get("training_id")
+    if model.get("step") is None or is_same_training and model["step"] == adapter.get("step"):
+        return ""
+    words = ["merge", folder]
+    if model.get("scale", 1) != 1:
+        words += ["--scale", f"{model['scale']:g}"]
+    if model.get("kind") == "standalone model":
+        words += ["--standalone", "true"]
+    of_step = f"step {model['step']:,}"
+    if not is_same_training:
+        of_step += " of another training"
+    return f"{merged} holds the merged model of {of_step}. `{join_command(*words)}` renews it."

@@ -281,6 +281,9 @@ def test_finished_run_is_made_longer(copy):
         run(*words)
     text = run(*words, "--resume_from_checkpoint", "true")
     assert f"continues   {copy / 'checkpoint-6'}" in text
+    merged = copy / "merged"
+    assert f"\n{merged} holds the merged model of step 6. `loopdropout merge {copy}` renews it.\n" in text
+    assert find_source(merged).lines()["method"] == "Loop Dropout, seed 0, step 6"
     assert {row["step"] for row in read_results(copy) if row["folder"] == str(copy)} == {None, 8}
     assert is_finished(copy) and "max_steps: 8" in (copy / "recipe.yaml").read_text()
 
@@ -298,7 +301,7 @@ def test_recipes_keep_whole_numbers(quickstart, tmp_path):
 def test_next_commands_fit_the_data(quickstart, capsys):
     """Without a benchmark in the recipe, no task of the package is known to fit the data."""
     folder, text = quickstart
-    assert f"  loopdropout evaluate {folder}   # " in text
+    assert f"  loopdropout evaluate {folder}   # " in text and " renews it" not in text
     print_next_commands([Run(ScriptArguments(), LoopDropoutConfig(str(folder), bf16=False), {})])
     printed = capsys.readouterr().out
     assert (
