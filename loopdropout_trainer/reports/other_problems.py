@@ -9,6 +9,8 @@ from collections.abc import Collection
 
 import pandas as pd
 
+from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.reports.recipe_columns import read_column
 from loopdropout_trainer.results.problems import name_problems
 from loopdropout_trainer.results.run_files import DIAGNOSTIC_METRICS
 
@@ -38,6 +40,43 @@ def name_problem_sets(results: pd.DataFrame) -> pd.Series:
         if known.notna().any():
             names[rows.index] += " " + known.fillna(known.mode()[0])
     return names.reindex(results.index)
+
+
+HELD_OUT_FIELDS = {
+    *DataArguments.__dataclass_fields__,
+    "assistant_only_loss",
+    "completion_only_loss",
+    "max_length",
+    "chat_template",
+} - {"num_train_examples"}
+"""Settings that decide on which held-out tokens a training measures its loss."""
+
+TRAIN_FIELDS = {
+    "train_files",
+    "datasets",
+    "dataset_name",
+    "dataset_config",
+    "dataset_revision",
+    "dataset_split",
+    "split_seed",
+}
+"""Those of `HELD_OUT_FIELDS` that do not matter if the held-out examples have files of their own, `eval_files`."""
+
+
+def are_on_other_held_out_examples(losses: pd.DataFrame) -> bool:
+    """Return whether held-out losses of trainings are known to be of different examples, or of other tokens of them.
+
+    The number of the examples tells it, or the settings that decide which tokens count. A result without a number, as of a
+    stream, or without a recipe does not count.
+    """
+    if losses["n"].nunique() > 1:
+        return True
+    fields = HELD_OUT_FIELDS
+    if read_column(losses, "recipe_eval_files").notna().all():
+        fields = HELD_OUT_FIELDS - TRAIN_FIELDS
+    given = [f"recipe_{field}" for field in sorted(fields) if f"recipe_{field}" in losses]
+    with_recipe = losses[losses.filter(regex="^recipe_").notna().any(axis=1)]
+    return any(read_column(with_recipe, name).nunique(dropna=False) > 1 for name in given)
 
 
 def is_score(results: pd.DataFrame) -> pd.Series:

@@ -24,6 +24,7 @@ from loopdropout_trainer.errors import count
 from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS
 from loopdropout_trainer.reports.frames import average, select, select_accuracies, tasks_of, values_by_seed
 from loopdropout_trainer.reports.labels import find_baseline, has_seeds, labelled
+from loopdropout_trainer.reports.other_problems import are_on_other_held_out_examples
 from loopdropout_trainer.results.run_files import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 from loopdropout_trainer.terminal import format_fixed
 
@@ -96,6 +97,9 @@ NOT_A_TEST = "not a test"
 OTHER_PROBLEMS = "other problems"
 """Text in place of a difference between accuracies on different problems of a task, as after another `benchmark_limit`."""
 
+OTHER_EXAMPLES = "other held-out examples"
+"""Text in place of a difference between held-out losses on different examples, or on other tokens of them."""
+
 NO_INTERVAL = (TOO_FEW, EQUAL, NOT_A_TEST)
 """Reasons why a difference has no interval and no test."""
 
@@ -107,8 +111,8 @@ class Gain(NamedTuple):
         difference: Mean difference.
         low, high: Its 95% interval, or NaN for a single seed without answers to problems.
         p: Two-sided p-value, or NaN without an interval.
-        test: `OVER_SEEDS` or `OVER_PROBLEMS`, or without an interval one of `NO_INTERVAL` or "". `OTHER_PROBLEMS` without a
-            difference, which is NaN then.
+        test: `OVER_SEEDS` or `OVER_PROBLEMS`, or without an interval one of `NO_INTERVAL` or "". `OTHER_PROBLEMS` or
+            `OTHER_EXAMPLES` without a difference, which is NaN then.
         num_pairs: Number of seeds of the difference, which both settings have.
         unpaired: Seeds of one setting only, such as "2, 3", which the difference leaves out, or "".
     """
@@ -123,7 +127,7 @@ class Gain(NamedTuple):
 
     def text(self, decimals: int = 1) -> str:
         """Return the difference with its interval, and whether it is not significant. "": there is no common seed."""
-        if self.test == OTHER_PROBLEMS:
+        if self.test in (OTHER_PROBLEMS, OTHER_EXAMPLES):
             return self.test
         if math.isnan(self.difference):
             return ""
@@ -151,15 +155,18 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
     gains = paired_gains(ours, other)
     unpaired = name_seeds(find_unpaired(ours, other), ", ")
     if are_on_other_problems(ours, other):
-        return Gain(math.nan, test=OTHER_PROBLEMS, num_pairs=len(gains), unpaired=unpaired)
+        reason = OTHER_EXAMPLES if (ours["metric"] == "eval_loss").any() else OTHER_PROBLEMS
+        return Gain(math.nan, test=reason, num_pairs=len(gains), unpaired=unpaired)
     if part is not None:
         gains = paired_gains(ours, other, part)
     return _compare_gains(gains, ours, other, part)._replace(num_pairs=len(gains), unpaired=unpaired)
 
 
 def are_on_other_problems(ours: pd.DataFrame, other: pd.DataFrame) -> bool:
-    """Return whether two settings were measured on different problems of a task."""
+    """Return whether two settings were measured on different problems of a task, or on other held-out examples."""
     both = pd.concat([ours, other])
+    if (both["metric"] == "eval_loss").all() and (both["task"] == "training").all():
+        return are_on_other_held_out_examples(both)
     if (both["metric"] != "accuracy").any() or both["task"].nunique() != 1:  # a difference between two tasks is wanted
         return False
     return both["problem_set"].nunique() > 1
@@ -232,6 +239,11 @@ def explain_differences(numbers: pd.DataFrame) -> list[str]:
         sentences.append("A difference of one seed has no interval, because the spread over seeds is not known.")
     if (numbers["test"] == OTHER_PROBLEMS).any():
         sentences.append(f"Accuracies on other problems than those of LoRA have no difference. {EVALUATE_AGAIN}")
+    if (numbers["test"] == OTHER_EXAMPLES).any():
+        sentences.append(
+            "Losses on other held-out examples than those of LoRA, or on other tokens of them, have no difference. Train both "
+            "with the same held-out examples and the same settings of the tokens that count, such as `assistant_only_loss`."
+        )
     if EQUAL in kinds:
         sentences.append(f"A difference that is {EQUAL} has no interval, because its spread over seeds is not known.")
     return [" ".join(sentences)] if sentences else []

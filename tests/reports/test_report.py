@@ -604,6 +604,27 @@ def test_report_shows_the_held_out_loss_of_the_base_model(tmp_path):
     assert table["mean"]['base model, train_files = "y.jsonl"'] == 4.0
 
 
+@pytest.mark.parametrize(("setting", "n"), [
+    ({"assistant_only_loss": False}, 60),
+    ({"eval_files": ["other.jsonl"]}, 60),
+    ({}, 35),
+    ({"train_files": ["more.jsonl"], "num_train_epochs": 3.0}, 60),
+])  # fmt: skip
+def test_losses_on_other_held_out_examples_have_no_difference(setting, n, tmp_path):
+    """Other masks count other tokens. Other training examples leave the held-out ones of an own file as they are."""
+    loss = {"task": "training", "metric": "eval_loss"}
+    recipe = {"train_files": ["x.jsonl"], "eval_files": ["held.jsonl"], "assistant_only_loss": True}
+    write(tmp_path / "lora", [{**loss, "value": 2.0, "n": 60}], recipe, method="LoRA")
+    write(tmp_path / "ld", [{**loss, "value": 3.0, "n": n}], {**recipe, **setting}, method="Loop Dropout")
+    numbers = tables.loss_numbers(frames.load_results(tmp_path))
+    sentences = " ".join(tables.explain_differences(numbers))
+    is_other = "train_files" not in setting
+    expected = "other held-out examples" if is_other else "+1.0000"
+    assert [*tables.loss_table(numbers)["minus LoRA"]] == ["", expected]
+    assert ("Losses on other held-out examples than those of LoRA" in sentences) == is_other
+    assert numbers["difference"].isna().iloc[1] == is_other
+
+
 def test_report_compares_problems_of_a_single_seed(tmp_path):
     samples = {}
     for method, correct in (("LoRA", [0, 0, 1, 1]), ("Loop Dropout", [1, 1, 1, 0])):
