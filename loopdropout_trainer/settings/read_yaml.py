@@ -102,7 +102,10 @@ def read_yaml(text: str, title: str) -> Any:
     except RecursionError:
         raise UserError(f"{title} is not readable: it must have at most {MOST_LEVELS} levels.") from None
     except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{title} is not readable: {error}") from None
+        fix = ""
+        if "found character '\\t'" in str(error):
+            fix = "\nIndent lines by spaces instead of tabs."
+        raise UserError(f"{title} is not readable: {error}{fix}") from None
 
 
 @functools.lru_cache(maxsize=512)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import cached_file
 
@@ -151,6 +151,11 @@ def check_datasets(arguments: Mapping[str, Any]) -> None:
                 f"{title} must be a `Dataset` or an `IterableDataset`, got a {kind} with the splits {splits}. Choose "
                 f"one, as by `[{chosen!r}]`."
             )
+        if isinstance(dataset, list | tuple) and dataset and isinstance(dataset[0], Dataset | IterableDataset):
+            raise UserError(
+                f"{title} must be one `Dataset` or `IterableDataset`, got a {kind} of them. Join them by "
+                "`datasets.concatenate_datasets`."
+            )
         if kind in _CONVERTERS:
             raise UserError(
                 f"{title} must be a `Dataset` or an `IterableDataset`, got a {kind}. Convert it by "
@@ -210,6 +215,7 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
         if example is None or "input_ids" in example:
             continue
         if ("messages",) in formats and _reads_sharegpt(example):
+            _check_one_format(title, dataset, example, formats)
             continue
         readable = formats
         if "prompt" in example:  # which TRL looks for first, and then reads no format without it
@@ -218,6 +224,7 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
             readable = [*readable]
             readable.insert(readable.index(("messages",)) + 1, _SHAREGPT)
             if "conversations" in example:  # `check_rows` says what is wrong with them
+                _check_one_format(title, dataset, example, formats)
                 continue
         if not any({*example}.issuperset(columns) for columns in readable):
             raise wrong_columns(title, readable, example, _find_fix(example, readable, formats))

@@ -283,6 +283,7 @@ def test_import_adds_a_preparation(write, monkeypatch):
         ),
         ("", "must be a mapping"),
         ("seed: [1\n", "is not readable: while parsing"),
+        ("mapping:\n\ta: 1\n", "Indent lines by spaces instead of tabs."),
         ("seed: 1\nseed: 2\n", "`seed` is set twice"),
         ("seed: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
         ("extends: recipe.yaml\n", "extends itself"),

@@ -4,7 +4,7 @@ import logging
 import re
 
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets
 from trl import SFTTrainer
 
 from helpers.errors import user_error
@@ -465,6 +465,21 @@ def test_columns_of_other_trainers_are_left_to_trl(make):
 def test_other_containers_name_the_conversion(make, cls, convert, function):
     with user_error(f"`train_dataset` must be a `Dataset` .*, got a .*. Convert it by `datasets.Dataset.{function}`"):
         make(cls, convert(QUESTIONS))
+    with user_error("got a list of them. Join them by `datasets.concatenate_datasets`"):
+        make(cls, [QUESTIONS, QUESTIONS])
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_joined_spellings_of_conversations_name_the_other_column(make, is_reversed):
+    """`concatenate_datasets` fills the column that a data set lacks with None."""
+    sharegpt = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
+    parts = [CHAT, Dataset.from_list([{"conversations": sharegpt}] * 4)]
+    first, other = "messages", "conversations"
+    if is_reversed:
+        first, other = other, first
+        parts.reverse()
+    with user_error(f"rows of one format, got `{other}` instead of `{first}` in row 5 of `train_dataset`"):
+        make(SFT, concatenate_datasets(parts))
 
 
 def test_generator_and_stream_without_steps_name_the_fix(make):
