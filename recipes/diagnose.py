@@ -125,14 +125,12 @@ class Shared:
     Attributes:
         loader: Loader, which keeps the base model.
         described: Texts of `describe_setup` that were printed, and are not printed again.
-        planned: Lines of a dry run about forward passes, which the further runs of a sweep do not print again.
         of_models: Results of models without an adapter by `key_of_model`.
         batches: Examples by the digest of everything that they depend on.
     """
 
     loader: ModelLoader
     described: set[str] = field(default_factory=set)
-    planned: set[str] = field(default_factory=set)
     batches: dict[str, list[Batch]] = field(default_factory=dict)
     of_models: dict[tuple, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -187,7 +185,6 @@ class Diagnosis:
             check_data(args, self.sources, self.settings)
             data = DiagnosedData(args, self.data_args, self.model_args.chat_template, self.sources, shared.batches)
         rows = []
-        self.planned_before = {*shared.planned}  # of other runs, while two models of this one have a line each
         for source in self.sources:
             setup = source.describe_setup()
             if state.is_main_process and setup not in shared.described:
@@ -210,7 +207,7 @@ class Diagnosis:
             return shared.of_models[key]
         rows: list[dict[str, Any]] = []
         if self.args.dry_run:
-            self._print_passes(shared, source, batches)
+            self._print_passes(source, batches)
         else:
             model = shared.loader.load(source, dtype, self.model_args.num_loops)
             rows = measure(self.args, source, model, batches)
@@ -218,15 +215,13 @@ class Diagnosis:
             shared.of_models[key] = rows
         return rows
 
-    def _print_passes(self, shared: Shared, source: Source, batches: list[Batch]) -> None:
-        """Print the number of examples and the forward passes of a model, unless another run has printed the same line."""
+    def _print_passes(self, source: Source, batches: list[Batch]) -> None:
+        """Print the number of examples and the forward passes of a model."""
         args, depth = self.args, self.model_args.num_loops or source.num_loops
         passes = describe_passes(args.diagnostics, source.is_adapter, depth, args.eval_num_loops)
-        num_examples = sum(len(batch["labels"]) for batch in batches)
-        line = f"  {source.kind}, {count(num_examples, 'example')}: {passes}"
-        if self.state.is_main_process and line not in self.planned_before:
-            print_sentences(line)
-        shared.planned.add(line)
+        if self.state.is_main_process:
+            num_examples = sum(len(batch["labels"]) for batch in batches)
+            print_sentences(f"  {source.kind}, {count(num_examples, 'example')}: {passes}")
 
 
 FACTS_FILE = "diagnosed.json"
