@@ -89,8 +89,7 @@ def find_other_code(folder: str | Path, accepts_changes: bool = False) -> str | 
     """
     changed = _find_changed(folder, read_used_imports(folder))
     if accepts_changes:
-        acceptable = find_acceptable_changes(folder)
-        changed = [path for path in changed if path not in acceptable]
+        changed = [path for path in changed if path not in IMPORTED]
     return _describe_change(changed[0]) if changed else None
 
 

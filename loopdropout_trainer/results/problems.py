@@ -39,14 +39,12 @@ def name_problems(results: Sequence[Mapping[str, Any]]) -> list[str | None]:
     It is the digest if all results have one, because it cannot be compared with the answers in the samples of an older result.
     A result without a digest and without samples, as in a copy without these files, does not count.
     """
-    has_digest = [_has_text(result, "problems") for result in results]
-    has_samples = [_has_samples(result) for result in results]
-    uses_digests = all(digest or not samples for digest, samples in zip(has_digest, has_samples, strict=True))
+    uses_digests = all(_has_text(result, "problems") or not _has_samples(result) for result in results)
     names: list[str | None] = []
-    for result, digest, samples in zip(results, has_digest, has_samples, strict=True):
-        if uses_digests and digest:
+    for result in results:
+        if uses_digests and _has_text(result, "problems"):
             names.append(result["problems"])
-        elif samples:
+        elif not uses_digests and _has_samples(result):
             names.append(_digest_targets(result))
         else:
             names.append(None)
