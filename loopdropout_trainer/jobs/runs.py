@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import find_unwritable
+from loopdropout_trainer.jobs.changed_benchmarks import find_changed_benchmarks
 from loopdropout_trainer.jobs.checks import check_measurements
 from loopdropout_trainer.results.imported_code import find_other_code, find_unused_changes
 from loopdropout_trainer.results.recipe_changes import LENGTH, MEASURED, RESUMABLE, UNCOMPARED, find_difference
@@ -86,10 +87,6 @@ class Run(NamedTuple):
     @property
     def changed_benchmarks(self) -> list[str]:
         """Own benchmarks whose files have changed since the run was measured on them."""
-        if not self.recipe.get("own_benchmarks"):  # as in most recipes, which need no import of lm-eval
-            return []
-        from loopdropout_trainer.evaluation.changed_problems import find_changed_benchmarks
-
         return find_changed_benchmarks(self.args.output_dir, self.recipe)
 
     @property

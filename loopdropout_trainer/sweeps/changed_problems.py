@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from loopdropout_trainer.errors import count
+from loopdropout_trainer.jobs.changed_benchmarks import find_changed_benchmarks
 from loopdropout_trainer.results.run_files import is_finished
 from loopdropout_trainer.results.sweep_folder import SweepRun
 from loopdropout_trainer.sweeps.code import find_uncounted_code
@@ -18,12 +19,7 @@ def find_changed_problems(sweep: Any, run: SweepRun) -> list[str]:
         sweep: `Sweep` of recipes/sweep.py.
         run: Run, whether it has been measured or not.
     """
-    recipe = sweep.run_settings(run)
-    if not recipe.get("own_benchmarks"):  # as in most sweeps, which need no import of lm-eval
-        return []
-    from loopdropout_trainer.evaluation.changed_problems import find_changed_benchmarks
-
-    return find_changed_benchmarks(sweep.folder(run), recipe)
+    return find_changed_benchmarks(sweep.folder(run), sweep.run_settings(run))
 
 
 def is_outdated(sweep: Any, run: SweepRun) -> bool:

@@ -24,9 +24,9 @@ from helpers.processes import Program, python, wait_for
 from helpers.tiny import steady, tiny_ouro
 from loopdropout_trainer.diagnostics import answer_decomposition
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, own_benchmark, scorers
-from loopdropout_trainer.evaluation.changed_problems import load_problems
 from loopdropout_trainer.evaluation.loading import check_benchmarks, load_benchmarks, load_task
 from loopdropout_trainer.evaluation.plan import Setting, print_evaluation_plan
+from loopdropout_trainer.jobs.changed_benchmarks import load_problems
 from loopdropout_trainer.jobs.measuring import evaluate as measure_tasks
 from loopdropout_trainer.reports.printing import print_evaluation
 from loopdropout_trainer.results.run_files import read_recipe, read_results
