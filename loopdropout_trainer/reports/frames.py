@@ -43,12 +43,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.reports.base_names import NAME as BASE_NAME
 from loopdropout_trainer.reports.base_names import unify_base_names
-from loopdropout_trainer.reports.other_problems import OTHER_FILE, OTHER_LIMIT, find_other_problems, name_problem_sets
+from loopdropout_trainer.reports.other_problems import (
+    HELD_OUT_FIELDS,
+    OTHER_FILE,
+    OTHER_LIMIT,
+    find_other_problems,
+    name_problem_sets,
+)
 from loopdropout_trainer.reports.recipe_columns import read_column
 from loopdropout_trainer.reports.result_choice import (
     describe_choice_reason,
@@ -102,16 +107,7 @@ IGNORED = {
 OF_BASE = {f"recipe_{name}" for name in ("model_name_or_path", "model_revision", "chat_template", "benchmark_limit")}
 """Settings that a result of the base model depends on."""
 
-OF_BASE_LOSS = OF_BASE | {
-    f"recipe_{name}"
-    for name in (
-        *DataArguments.__dataclass_fields__,
-        "dtype",
-        "max_length",
-        "completion_only_loss",
-        "assistant_only_loss",
-    )
-}
+OF_BASE_LOSS = OF_BASE | {f"recipe_{name}" for name in (*HELD_OUT_FIELDS, "num_train_examples", "dtype")}
 """Settings that the held-out loss of the base model depends on."""
 
 

@@ -1,6 +1,7 @@
-"""Accuracies of one method on several sets of problems, as after another `benchmark_limit` or a change of a benchmark's file.
+"""Results that do not compare, because they were measured on other problems or on other held-out examples.
 
-A mean over seeds, and a difference between methods, need the same problems.
+A mean over seeds, and a difference between methods, need the same ones. Those of accuracies differ after another
+`benchmark_limit` or a change of a benchmark's file, and those of held-out losses after another setting of the data.
 """
 
 from __future__ import annotations
@@ -26,22 +27,6 @@ OTHER_FILE = (
 """Reasons why results are left out of a mean."""
 
 
-def name_problem_sets(results: pd.DataFrame) -> pd.Series:
-    """Return a name of the problems of each result, which is the same for the same ones: their number, and what else is known.
-
-    A result whose problems are not known, of an older version, has the most common name of its number. A result of a training
-    or of a diagnostic has none: `n` counts examples or tokens.
-    """
-    counted = results[is_score(results) & results["n"].notna()]
-    names = counted["n"].map("{:g}".format).astype(object)
-    columns = counted.reindex(columns=["n", "problems", "samples", "folder"])
-    for _, rows in columns.groupby([counted["task"], counted["metric"], "n"], dropna=False):
-        known = pd.Series(name_problems(rows.to_dict("records")), rows.index, dtype=object)
-        if known.notna().any():
-            names[rows.index] += " " + known.fillna(known.mode()[0])
-    return names.reindex(results.index)
-
-
 HELD_OUT_FIELDS = {
     *DataArguments.__dataclass_fields__,
     "assistant_only_loss",
@@ -63,20 +48,20 @@ TRAIN_FIELDS = {
 """Those of `HELD_OUT_FIELDS` that do not matter if the held-out examples have files of their own, `eval_files`."""
 
 
-def are_on_other_held_out_examples(losses: pd.DataFrame) -> bool:
-    """Return whether held-out losses of trainings are known to be of different examples, or of other tokens of them.
+def name_problem_sets(results: pd.DataFrame) -> pd.Series:
+    """Return a name of the problems of each result, which is the same for the same ones: their number, and what else is known.
 
-    The number of the examples tells it, or the settings that decide which tokens count. A result without a number, as of a
-    stream, or without a recipe does not count.
+    A result whose problems are not known, of an older version, has the most common name of its number. A result of a training
+    or of a diagnostic has none: `n` counts examples or tokens.
     """
-    if losses["n"].nunique() > 1:
-        return True
-    fields = HELD_OUT_FIELDS
-    if read_column(losses, "recipe_eval_files").notna().all():
-        fields = HELD_OUT_FIELDS - TRAIN_FIELDS
-    given = [f"recipe_{field}" for field in sorted(fields) if f"recipe_{field}" in losses]
-    with_recipe = losses[losses.filter(regex="^recipe_").notna().any(axis=1)]
-    return any(read_column(with_recipe, name).nunique(dropna=False) > 1 for name in given)
+    counted = results[is_score(results) & results["n"].notna()]
+    names = counted["n"].map("{:g}".format).astype(object)
+    columns = counted.reindex(columns=["n", "problems", "samples", "folder"])
+    for _, rows in columns.groupby([counted["task"], counted["metric"], "n"], dropna=False):
+        known = pd.Series(name_problems(rows.to_dict("records")), rows.index, dtype=object)
+        if known.notna().any():
+            names[rows.index] += " " + known.fillna(known.mode()[0])
+    return names.reindex(results.index)
 
 
 def is_score(results: pd.DataFrame) -> pd.Series:
@@ -121,3 +106,19 @@ def _have_other_limit(results: pd.DataFrame, kept: pd.Series) -> pd.Series:
     limits = results.reindex(columns=["recipe_benchmark_limit"])["recipe_benchmark_limit"].fillna(0)
     limit = kept.get("recipe_benchmark_limit")
     return limits != (0 if pd.isna(limit) else limit)
+
+
+def are_on_other_held_out_examples(losses: pd.DataFrame) -> bool:
+    """Return whether held-out losses of trainings are known to be of different examples, or of other tokens of them.
+
+    The number of the examples tells it, or the settings that decide which tokens count. A result without a number, as of a
+    stream, or without a recipe does not count.
+    """
+    if losses["n"].nunique() > 1:
+        return True
+    fields = HELD_OUT_FIELDS
+    if read_column(losses, "recipe_eval_files").notna().all():
+        fields = HELD_OUT_FIELDS - TRAIN_FIELDS
+    given = [f"recipe_{field}" for field in sorted(fields) if f"recipe_{field}" in losses]
+    with_recipe = losses[losses.filter(regex="^recipe_").notna().any(axis=1)]
+    return any(read_column(with_recipe, name).nunique(dropna=False) > 1 for name in given)
