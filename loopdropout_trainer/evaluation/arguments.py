@@ -10,6 +10,7 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.settings.field_hints import USUAL_NAMES
 
 
 _OF_PROCESSES = "Each process has the whole model. Use several of them by `accelerate launch -m`."
@@ -31,9 +32,6 @@ ADVICE_ON_UNUSED = {
     "use_fast_tokenizer": "Leave it out, because the tokenizer is always a fast one.",
 }
 """Arguments of lm-eval's `hf` that a `LoopedLM` cannot use, because it loads the model itself, each with the fix."""
-
-_OTHER_NAMES = {"depth": "num_loops"}
-"""Names of arguments in other functions, and the argument of `LoopedLM` that is meant."""
 
 
 def check_batch_size(batch_size: Any) -> None:
@@ -63,8 +61,8 @@ def check_keywords(keywords: Mapping[str, Any], own_names: Iterable[str]) -> Non
                     f"`{name}` has no effect on a `LoopedLM`, got {short_repr(value)}. {ADVICE_ON_UNUSED[name]}"
                 )
         elif name not in usable:
-            meant = _OTHER_NAMES.get(name, name)
-            raise UserError(f"`{name}` is not an argument of LoopedLM.{closest_match(meant, usable)}")
+            hint = closest_match(USUAL_NAMES.get(name, name), usable) or closest_match(name, usable)
+            raise UserError(f"`{name}` is not an argument of LoopedLM.{hint}")
 
 
 def check_unused_by_loaded_model(**loading: Any) -> None:

@@ -61,6 +61,7 @@ USUAL_NAMES = {
     "adapter_path": "adapter_name_or_path",
     # Model
     "K": "num_loops",
+    "depth": "num_loops",
     "loops": "num_loops",
     "model": "model_name_or_path",
     "model_name": "model_name_or_path",

@@ -10,7 +10,7 @@ from loopdropout_trainer.data.arguments import count_held_out
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.jobs.training_data import NotLoaded, TrainingExamples
 from loopdropout_trainer.results.run_files import DEVELOPMENT
-from loopdropout_trainer.training.evaluation_fields import word_of
+from loopdropout_trainer.training.evaluation_fields import packs_evaluation, word_of
 
 
 FEW_EXAMPLES = 100
@@ -68,18 +68,10 @@ def _count_held_out(examples: TrainingExamples | NotLoaded | None, training: Tra
     return count_held_out(training.recipe) or None
 
 
-def _is_packed(training: Training) -> bool:
-    """Return whether the held-out examples are packed, so that a row of a batch has several examples."""
-    eval_packing = getattr(training.args, "eval_packing", None)
-    if eval_packing is None:
-        return bool(getattr(training.args, "packing", False))
-    return eval_packing
-
-
 def _count_measured(training: Training, num_held_out: int | None) -> int:
     """Return the number of examples, or of packed rows, in the first batches, which the losses are measured on."""
     number = training.recipe["single_loop_batches"] * training.args.per_device_eval_batch_size
-    if num_held_out is not None and not _is_packed(training):
+    if num_held_out is not None and not packs_evaluation(training.args):
         number = min(number, num_held_out)
     return number
 
@@ -91,7 +83,7 @@ def _describe_examples(training: Training, num_held_out: int | None) -> str:
         return f"each on all {number}held-out examples, during the training"
     num_batches, num_rows = training.recipe["single_loop_batches"], _count_measured(training, num_held_out)
     batches = "the first batch" if num_batches == 1 else f"the first {num_batches:,} batches"
-    if _is_packed(training):
+    if packs_evaluation(training.args):
         rows = f"at most {count(num_rows, 'packed row')}"
     elif num_held_out is None:
         rows = f"at most {count(num_rows, 'example')}"
@@ -104,7 +96,7 @@ def _warn_of_few_examples(training: Training, num_held_out: int | None) -> str:
     """Return a warning with its remedy if the losses that choose are measured on few held-out examples, or ""."""
     if _measures_in_training(training):
         number, num_at_most = num_held_out, num_held_out
-    elif _is_packed(training):
+    elif packs_evaluation(training.args):
         return ""
     else:
         number, num_at_most = _count_measured(training, num_held_out), _count_measured(training, None)

@@ -39,6 +39,14 @@ def word_of(choice: Any) -> Any:
     return getattr(choice, "value", choice)
 
 
+def packs_evaluation(args: Any) -> bool:
+    """Return whether evaluations pack their examples, so that a row of a batch has several. Only SFT can do it."""
+    eval_packing = getattr(args, "eval_packing", None)
+    if eval_packing is None:
+        return bool(getattr(args, "packing", False))
+    return eval_packing
+
+
 def check_best_checkpoint(args: TrainingArguments) -> None:
     """Raise UserError unless the checkpoints are saved at evaluations, if the best one is to be kept.
 

@@ -37,6 +37,7 @@ from loopdropout_trainer.training.batches import (
 )
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
+from loopdropout_trainer.training.evaluation_fields import packs_evaluation
 from loopdropout_trainer.training.example_counts import check_lengths, describe_repeated, warn_of_cut
 from loopdropout_trainer.training.examples import check_train_dataset, hide_length_warnings, name_datasets, read_first
 from loopdropout_trainer.training.resuming import describe_resuming, describe_training_data, find_resumable
@@ -356,7 +357,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
 
     def _prepare_rows(self, dataset, name, keeps_order):
         args = self.args
-        packing = args.packing if args.eval_packing is None else args.eval_packing
+        packing = packs_evaluation(args)
         if keeps_order:
             packing = False
             args = copy.copy(args)
