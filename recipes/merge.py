@@ -20,6 +20,7 @@ from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.cards import read_card_fields
 from loopdropout_trainer.saving.loading import load
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.saving.metadata import MERGED_FOLDER
 from loopdropout_trainer.saving.pushing import check_repository
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import option
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # Merging
     own_folder = Path(args.adapter) if source.repository is None else Path()
-    output_dir = args.output_dir or own_folder / "merged"
+    output_dir = args.output_dir or own_folder / MERGED_FOLDER
     if args.output_dir is None and is_checkpoint(own_folder.resolve()):  # which is deleted when newer ones are saved
         own_folder = own_folder.resolve()
         own_folder, output_dir = own_folder.parent, own_folder.with_name(f"{own_folder.name}-merged")

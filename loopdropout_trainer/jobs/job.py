@@ -39,6 +39,7 @@ from loopdropout_trainer.results.run_files import DEVELOPMENT, RECIPE_FILE, writ
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop
 from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
+from loopdropout_trainer.saving.metadata import MERGED_FOLDER
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
 from loopdropout_trainer.settings.recipe import build, dump_recipe, override
 from loopdropout_trainer.terminal import print_sentences
@@ -389,7 +390,7 @@ class Job:
         card = read_card_fields(folder)
         write_model_card(folder, trainer.model, card)
         if run.script_args.merge:
-            merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card)
+            merge_and_save(trainer.model, folder / MERGED_FOLDER, trainer.processing_class, card)
         finish_run(trainer, card.results)
         if trainer.args.push_to_hub:  # the training has pushed the adapter without its measurements
             name, args = trainer.hub_model_id, trainer.args
@@ -408,7 +409,7 @@ class Job:
         from loopdropout_trainer.saving.merging import push_merged_to_hub
 
         if self.args.process_index == 0 and self.script_args.push_merged_to_hub:
-            folder, args = Path(self.args.output_dir, "merged"), self.args
+            folder, args = Path(self.args.output_dir, MERGED_FOLDER), self.args
             address = push_merged_to_hub(
                 folder,
                 args.hub_model_id,

@@ -15,6 +15,9 @@ METADATA_FILE = "loop_dropout.json"
 METADATA_VERSION = 1
 """Version of the fields of `METADATA_FILE`. A file without a version is older than version 1."""
 
+MERGED_FOLDER = "merged"
+"""Folder in that of an adapter with its merged model, unless the user names another one."""
+
 _TYPES = {
     "version": int | None,
     "kind": str | None,

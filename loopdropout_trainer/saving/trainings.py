@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.saving.metadata import read_metadata
+from loopdropout_trainer.saving.metadata import MERGED_FOLDER, read_metadata
 from loopdropout_trainer.saving.source import find_source
 
 
@@ -97,8 +97,8 @@ def warn_of_untrained(model: PeftModel, folder: str | Path, *, merges: bool) -> 
 
 
 def describe_old_merge(folder: str | Path) -> str:
-    """Return a sentence if `merged` in the folder of an adapter holds the model of an earlier step, else ""."""
-    merged = Path(folder, "merged")
+    """Return a sentence if the merged model in the folder of an adapter is of an earlier step, else ""."""
+    merged = Path(folder, MERGED_FOLDER)
     try:
         adapter, model = read_metadata(Path(folder)), read_metadata(merged)
     except UserError:  # a damaged file, which the commands that read the model name
