@@ -25,7 +25,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from loopdropout_trainer.data import SFTDataArguments
 from loopdropout_trainer.errors import UserError, closest_match, join_command, run_script
@@ -34,7 +34,7 @@ from loopdropout_trainer.jobs.runs import TRAINING_TYPES
 from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results.run_files import DEVELOPMENT, is_finished, write_run
 from loopdropout_trainer.results.sweep_folder import SweepRun, describe_interruption, update_summary
-from loopdropout_trainer.results.sweep_scores import NON_FINITE, describe_edge, find_accuracy, name_score, read_score
+from loopdropout_trainer.results.sweep_scores import NON_FINITE, find_accuracy, name_score, read_score
 from loopdropout_trainer.settings.arguments import ModelArguments, option
 from loopdropout_trainer.settings.command_fields import TRAININGS
 from loopdropout_trainer.settings.field_hints import InnerFields
@@ -42,6 +42,7 @@ from loopdropout_trainer.settings.library_fields import SEED_BOUNDS, unsafe_name
 from loopdropout_trainer.settings.recipe import IMPORTED, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
 from loopdropout_trainer.sweeps.changed_problems import is_outdated
+from loopdropout_trainer.sweeps.choice import Choice, choose_rate
 from loopdropout_trainer.sweeps.code import (
     PresentCode,
     accept_other_results,
@@ -64,14 +65,6 @@ from loopdropout_trainer.terminal import print_sentences
 _TRAINING_FIELDS = {
     name for cls in (*TRAINING_TYPES, ModelArguments, SFTDataArguments) for name in cls.__dataclass_fields__
 } - SET_BY_SWEEP
-
-
-class Choice(NamedTuple):
-    """The learning rates of a method in ascending order, the best one if it is known, and a remark about it."""
-
-    rates: list[float]
-    best: float | None
-    remark: str = ""
 
 
 @dataclass
@@ -166,37 +159,8 @@ class Sweep:
     # Learning rates and runs
 
     def choice(self, method: str, with_other_code: bool = False) -> Choice:
-        """Choose the learning rate with the best score of the first seed.
-
-        Ties are broken by the held-out loss, then by the smaller rate. While the best one is at the edge of its grid,
-        `extend_grid` adds the next one, in the ratio of the outermost two.
-
-        Args:
-            method: Name of the method.
-            with_other_code: Whether scores of other imported code count, too, as after `ACCEPT`.
-        """
-        factor = self.rate_factors.get(method, 1.0)
-        rates = sorted(_rounded(factor * rate) for rate in self.learning_rates)
-        limit = len(rates)
-        if self.extend_grid and not self.full_grid:
-            limit += 4
-        while True:
-            scores = {}
-            for rate in rates:
-                run = SweepRun(method, rate, self.seeds[0], True)
-                scores[rate] = self._read_score(run) if with_other_code else self.score(run)
-            if None in scores.values():
-                return Choice(rates, None, "Not every learning rate has a score.")
-            if max(scores.values()) == NON_FINITE:
-                return Choice(rates, None, "No learning rate has a finite score.")
-            best = max(scores, key=scores.get)  # the smallest one of equal scores, because the rates ascend
-            if best not in (rates[0], rates[-1]) or len(rates) == limit:
-                return Choice(rates, best, describe_edge(scores, best, self.extend_grid, self.select_on))
-            if best == rates[0]:
-                outermost, neighbor = rates[0], rates[1]
-            else:
-                outermost, neighbor = rates[-1], rates[-2]
-            rates = sorted([*rates, _rounded(outermost**2 / neighbor)])
+        """Return the choice of the learning rate of a method, as `choose_rate` does."""
+        return choose_rate(self, method, with_other_code)
 
     def runs(self, method: str) -> list[SweepRun]:
         """Return the runs of a method whose learning rate is known. The run that is chosen is there twice, to be measured."""
@@ -270,14 +234,14 @@ class Sweep:
         known = self.scores.get(run.name)
         if known is not None and known[0] == imports:
             return known[1]
-        score = self._read_score(run)
+        score = self.read_any_score(run)
         # The code of the run is read last, because every worker asks each second for the runs that are trained.
         if score is None or is_outdated(self, run):
             return None
         self.scores[run.name] = (imports, score)
         return score
 
-    def _read_score(self, run: SweepRun) -> tuple[float, float] | None:
+    def read_any_score(self, run: SweepRun) -> tuple[float, float] | None:
         """Return the score of a run of any code. A loss on another number of batches does not count, as before the run."""
         num_batches = self.recipes[run.method].selecting.get("single_loop_batches")
         return read_score(self.folder(run), self.select_on, num_batches)
@@ -384,10 +348,6 @@ class Sweep:
 
 
 ARGUMENTS = (Sweep,)
-
-
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.6g}")  # as in the name of the folder
 
 
 class Terminated(KeyboardInterrupt):
