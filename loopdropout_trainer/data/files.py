@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
 
+_BLOCK = 1 << 16
+"""Number of bytes that are read together in the search for the first character of a file."""
+
+
 def load_rows(source: DataSource) -> Dataset:
     """Return the rows of files or of a data set.
 
@@ -63,9 +67,6 @@ def _explain_load_error(source: DataSource, files: Sequence[str], error: Excepti
     """Return the error about a source that `datasets` cannot load, which names the fault in its files."""
     if len(files) > 1:
         _check_one_schema(source, files)
-    empty = [file for file in files if Path(file).is_file() and not Path(file).stat().st_size]
-    if empty:
-        return UserError(f"{', '.join(empty)} is empty.")
     reason = str(error.__cause__ or error)
     if not reason:
         return UserError(f"{source} is empty.")
@@ -184,7 +185,26 @@ def read_files(files: str | Sequence[str], split: str = "train") -> Dataset:
     _check_compression(files)
     kind = _kind_of(files[0])
     builder = load_dataset_builder(kind, data_files=files)
-    return _read_local(builder, kind, data_files=files, split=split)
+    try:
+        return _read_local(builder, kind, data_files=files, split=split)
+    except Exception:  # each parser has its own error for a file without a character
+        _check_not_blank(files)
+        raise
+
+
+def _check_not_blank(files: Iterable[str]) -> None:
+    """Raise UserError for a file of this computer that is empty, or that has only spaces and line ends."""
+    import fsspec
+
+    for file in files:
+        if not Path(file).is_file():
+            continue
+        with fsspec.open(file, "rb", compression="infer") as content:
+            block = content.read(_BLOCK)
+            while block and not block.strip():
+                block = content.read(_BLOCK)
+        if not block:
+            raise UserError(f"{file} is empty.")
 
 
 def expand_patterns(files: Iterable[str]) -> list[str]:

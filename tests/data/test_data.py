@@ -620,6 +620,8 @@ WRONG = [
     ({"train_files": ["lists.jsonl"]}, r"Line 1 of .*lists.jsonl must be an object such as .*, got \[1\].$"),
     ({"train_files": ["broken.json"]}, "broken.json cannot be loaded: .*JSON"),
     ({"train_files": ["empty.jsonl"]}, "^empty.jsonl is empty.$"),
+    ({"train_files": ["blank.jsonl"]}, "^blank.jsonl is empty.$"),
+    ({"train_files": ["blank.csv"]}, "^blank.csv is empty.$"),
     (
         {"train_files": ["rows.jsonl"], "preparation": "gsm8k"},
         "must have `answer` and `question`, got the columns prompt, c",
@@ -680,6 +682,8 @@ def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message)
     monkeypatch.chdir(tmp_path)
     for name in ("broken.jsonl", "broken.json"):
         Path(name).write_text('{"a": \n')
+    for name in ("blank.jsonl", "blank.csv"):
+        Path(name).write_text("\n\n  \n")
     Path("lists.jsonl").write_text("[1]\n[2]\n")
     for name, rows in ROWS.items():
         write_lines(Path(f"{name}.jsonl"), rows)
