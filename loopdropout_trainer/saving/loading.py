@@ -118,6 +118,10 @@ def explain_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
         hint = ""
         if unknown[0] in _QUANTIZATIONS:
             hint = f" Give `quantization_config=BitsAndBytesConfig({unknown[0]}=True)` of transformers."
+        elif unknown[0] == "is_trainable":
+            hint = (
+                " To train an adapter further, load it by `load_adapter(load_model(base), folder, is_trainable=True)`."
+            )
         else:
             meant = find_mistyped(unknown[0], _KEYWORDS)
             if meant is not None:

@@ -1077,6 +1077,10 @@ MISTAKES = {
     "load device": (lambda: load_model("tiny-ouro", device="gpu"), "`device` must be a device .* got 'gpu'"),
     "load keyword": (lambda: load_model("tiny-ouro", foo=3), "`foo` is not an argument of `from_pretrained`"),
     "load mistyped keyword": (lambda: load_model("tiny-ouro", num_loop=3), "nor a field .* Did you mean 'num_loops'"),
+    "load trainable": (
+        lambda: load_model("tiny-ouro", is_trainable=True),
+        r"load it by `load_adapter\(load_model\(base\), folder, is_trainable=True\)`",
+    ),
     "load 4 bit": (
         lambda: load_model("tiny-ouro", load_in_4bit=True),
         r"Give `quantization_config=BitsAndBytesConfig.load_in_4bit=True.` of transformers",
