@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import logging
+import math
 import os
 import re
 import reprlib
@@ -240,7 +241,39 @@ def check_type(name: str, value: Any, hint: Any, kinds: str | None = None, given
         validate_typed_dict(_typed_field(hint), {"value": value})
     except StrictDataclassFieldValidationError:
         got = value if given is _SAME else given
-        raise UserError(f"{name} must be {kinds or describe_type(hint)}, got {short_repr(got)}.") from None
+        advice = hint_at_number(got) if _takes_number(hint) else ""
+        raise UserError(f"{name} must be {kinds or describe_type(hint)}, got {short_repr(got)}.{advice}") from None
+
+
+def _takes_number(hint: Any) -> bool:
+    """Return whether a type hint is a number, true or false, or has such a type in a list or a union."""
+    return hint in (int, float, bool) or any(_takes_number(part) for part in get_args(hint))
+
+
+def hint_at_number(value: Any) -> str:
+    """Return the end of a message about a text instead of a number, or "" unless a number is meant: how to write it.
+
+    Args:
+        value: Value that the user has given. In a list, the first text counts.
+    """
+    items = value if isinstance(value, list | tuple) else [value]
+    texts = [item for item in items if isinstance(item, str)]
+    if not texts:
+        return ""
+    text = texts[0].strip()
+    if text in ("true", "false") or _is_number(text):
+        return f" Write {text} without quotes."
+    with_point = text.replace(",", ".")
+    if text.count(",") == 1 and _is_number(with_point):
+        return f" Write the number with a point, {with_point}."
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def as_path(name: str, value: Any) -> Path:

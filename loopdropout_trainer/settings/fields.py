@@ -15,7 +15,14 @@ from types import UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 from loopdropout_trainer.bounds import Bounds
-from loopdropout_trainer.errors import UserError, closest_match, describe_type, find_unusable, short_repr
+from loopdropout_trainer.errors import (
+    UserError,
+    closest_match,
+    describe_type,
+    find_unusable,
+    hint_at_number,
+    short_repr,
+)
 from loopdropout_trainer.settings.field_hints import field_hint
 from loopdropout_trainer.settings.library_fields import LIBRARY_FIELDS
 
@@ -157,7 +164,9 @@ def check_fields(instance: Any, names: Collection[str] | None = None) -> None:
         value = getattr(instance, own.name)
         types = single_types(hints[own.name]) - {None}
         if value is not None and types and types <= {int, float} and not isinstance(value, Real):
-            raise UserError(f"`{own.name}` must be {describe_type(hints[own.name])}, got {short_repr(value)}.")
+            raise UserError(
+                f"`{own.name}` must be {describe_type(hints[own.name])}, got {short_repr(value)}.{hint_at_number(value)}"
+            )
         if types == {bool} and isinstance(value, str):  # "false" would count as true
             raise UserError(f"`{own.name}` must be true or false, got {short_repr(value)}.")
         check_choice(own.name, value, choices_of(own, types))

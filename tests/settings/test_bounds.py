@@ -146,6 +146,29 @@ def test_every_number_is_checked_in_python(cls, tmp_path):
     assert wrong == []
 
 
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_quoted_numbers_name_the_fix(cls, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    for field, hint in numeric_fields(cls):
+        if str in single_types(hint):
+            continue
+        recipe.write_text(f"{field.name}: '1'\n")
+        with user_error(f"^`{field.name}` must be .*, got '1'. Write 1 without quotes.$"):
+            parse([cls], [str(recipe)])
+        if not {int, float} & single_types(hint):  # a list
+            continue
+        with user_error(f"^`{field.name}` must be .*, got '1e-1'. Write 1e-1 without quotes.$"):
+            cls(str(tmp_path), use_cpu=True, **{field.name: "1e-1"})
+    for text, advice in (
+        ("p: [0.5, '.5']", "Write .5 without quotes."),
+        ("bf16: 'false'", "Write false without quotes."),
+        ("learning_rate: 0,5", "Write the number with a point, 0.5."),
+    ):
+        recipe.write_text(f"{text}\n")
+        with user_error(f" must be .*{re.escape(advice)}$"):
+            parse([cls], [str(recipe)])
+
+
 REJECTED = [
     ("--lora_alpha 0", "`lora_alpha` must be at least 1, got 0."),
     ("--lora_r 0", "`lora_r` must be at least 1 and at most 65,536, got 0."),
