@@ -7,6 +7,7 @@ the gates, the rule's fields and its `seeds`. `GateRule` documents the other opt
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from loopdropout_trainer.errors import UserError, closest_match, hint_at_own_file, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, hint_at_number, hint_at_own_file, short_repr
 from loopdropout_trainer.gates.streams import Streams
 from loopdropout_trainer.renames import renamed_attribute, take_old_attribute
 
@@ -191,8 +192,23 @@ def check_rule_name(option: str, name: str) -> None:
     """Raise UserError unless an option that takes the name of a rule has one that is known. Its fields are not checked."""
     if not isinstance(name, str):
         raise not_a_rule(name)
-    if name not in RULES:  # the hint reads files
-        check_name(RULES, option, name, _hint_at_code())
+    if name in RULES:
+        return
+    probability = find_probability(name)
+    if probability is not None:
+        raise UserError(
+            f"`{option}` must be the name of a rule, got {name!r}. A drop probability is the field `p`: set `rule: "
+            f"loop_dropout` and `p: {probability}`."
+        )
+    check_name(RULES, option, name, _hint_at_code())  # the hint reads files
+
+
+def find_probability(name: Any) -> str | None:
+    """Return the drop probability that people write as a name, such as 0.9 of `p_0.9` or `loop_dropout_0.9`, or None."""
+    if not isinstance(name, str):
+        return None
+    match = re.fullmatch(r"(?:p|dropout|loop_?dropout)?[_=:\s-]*(0?\.\d+)", name, re.IGNORECASE)
+    return None if match is None else match[1]
 
 
 def _hint_at_code() -> str:
@@ -318,7 +334,9 @@ def check_number(name: str, value: Any, low: float, high: float, kind: type | tu
     """Raise UserError unless a field is a number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
         noun = "an integer" if kind is int else "a number"
-        raise UserError(f"`{name}` must be {noun} from {low:g} to {high:g}, got {short_repr(value)}.")
+        raise UserError(
+            f"`{name}` must be {noun} from {low:g} to {high:g}, got {short_repr(value)}.{hint_at_number(value)}"
+        )
 
 
 def as_probabilities(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
@@ -328,7 +346,7 @@ def as_probabilities(p: float | Sequence[float], name: str = "p") -> float | tup
     values = p if isinstance(p, (list, tuple)) else [p]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise UserError(f"`{name}` must be a number in [0, 1), got {short_repr(value)}.")
+            raise UserError(f"`{name}` must be a number in [0, 1), got {short_repr(value)}.{hint_at_number(value)}")
     if not values:
         raise UserError(f"`{name}` must be one drop probability or one for each loop, got an empty list.")
     if len(values) == 1:

@@ -210,20 +210,26 @@ def drop_replaced(recipe: dict[str, Any], changes: Mapping[str, Any], replaces: 
 
 
 def warn_of_unused_epochs(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Warn if a command line sets `num_train_epochs`, but the length follows from the `max_steps` of the recipe.
+    """Warn if a command line sets `num_train_epochs`, but the length follows from `max_steps`, there or in the recipe.
 
     The other way around is usual: `--max_steps 20` tries a recipe with `num_train_epochs`.
     """
-    max_steps = recipe.get("max_steps")
+    is_of_recipe = "max_steps" not in changes
+    max_steps = recipe.get("max_steps") if is_of_recipe else changes["max_steps"]
     is_limited = isinstance(max_steps, int) and max_steps > 0
-    if "num_train_epochs" not in changes or "max_steps" in changes or not is_limited:
+    if "num_train_epochs" not in changes or not is_limited:
         return
+    cause, fix = f"`--max_steps {max_steps}` counts instead", "Remove `--max_steps`"
+    if is_of_recipe:
+        cause, fix = f"the recipe sets `max_steps: {max_steps}`", "Add `--max_steps -1`"
+    elif recipe.get("max_steps") is not None:
+        fix = "Set `--max_steps -1`"
     if os.environ.get("RANK", "0") == "0":
         logger.warning(
-            "`--num_train_epochs %s` has no effect, because the recipe sets `max_steps: %d`. Add `--max_steps -1` to train "
-            "for so many epochs.",
+            "`--num_train_epochs %s` has no effect, because %s. %s to train for so many epochs.",
             changes["num_train_epochs"],
-            max_steps,
+            cause,
+            fix,
         )
 
 

@@ -79,8 +79,12 @@ def _count_measured(training: Training, num_held_out: int | None) -> int:
 def _describe_examples(training: Training, num_held_out: int | None) -> str:
     """Return which held-out examples the losses that choose are measured on."""
     if _measures_in_training(training):
-        number = "" if num_held_out is None else f"{num_held_out:,} "
-        return f"each on all {number}held-out examples, during the training"
+        examples = "all held-out examples"
+        if num_held_out == 1:
+            examples = "the only held-out example"
+        elif num_held_out is not None:
+            examples = f"all {num_held_out:,} held-out examples"
+        return f"each on {examples}, during the training"
     num_batches, num_rows = training.recipe["single_loop_batches"], _count_measured(training, num_held_out)
     batches = "the first batch" if num_batches == 1 else f"the first {num_batches:,} batches"
     if packs_evaluation(training.args):

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.data.arguments import has_held_out
-from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, hint_at_number, short_repr
 from loopdropout_trainer.files import find_recipes_of_name
 from loopdropout_trainer.gates import LoopDropout
-from loopdropout_trainer.gates.rule import check_rule_name
+from loopdropout_trainer.gates.rule import check_rule_name, find_probability
 from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, names_of
 from loopdropout_trainer.settings.command_fields import TRAININGS
@@ -59,8 +59,13 @@ def read_methods(definitions: list[Any]) -> dict[str, Any]:
     methods = {}
     for definition in definitions:
         if not isinstance(definition, str):
-            raise UserError(f"`methods` must be texts or one mapping, got {definition!r} in a list.")
-        name = Path(definition).stem
+            hint = ""
+            if isinstance(definition, float) and 0 <= definition < 1:
+                hint = f" Write a drop probability as `methods: {{p_{definition}: {{p: {definition}}}}}`."
+            raise UserError(f"`methods` must be texts or one mapping, got {definition!r} in a list.{hint}")
+        name = definition
+        if definition.endswith(".yaml"):
+            name = Path(definition).stem
         if name in methods:
             raise UserError(
                 f"`methods` must have different names, got {name!r} twice ({methods[name]} and {definition}). Give them "
@@ -110,7 +115,9 @@ def check_fields(sweep: Any, methods: dict[str, Any]) -> None:
     for name, factor in sweep.rate_factors.items():
         is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not is_number or not 0 < factor < inf:
-            raise UserError(f"`rate_factors` must map {name} to a number larger than 0, got {short_repr(factor)}.")
+            raise UserError(
+                f"`rate_factors` must map {name} to a number larger than 0, got {short_repr(factor)}.{hint_at_number(factor)}"
+            )
     chosen_by = sweep.select_on
     usual = ("eval_loss", DEVELOPMENT)
     if chosen_by is not None and chosen_by not in usual:
@@ -159,6 +166,12 @@ def _check_rule(sweep: Any, name: str, definition: str | dict) -> None:
     A method that is called as a recipe of the package without its ending gets a hint to this recipe.
     """
     path, own = _read_definition(sweep, definition)
+    probability = find_probability(definition)
+    if probability is not None:
+        raise UserError(
+            f"`methods` must be rules, recipes (.yaml) or settings, got {definition!r}. For the drop probability "
+            f"{probability}, write `methods: {_write_mapping(sweep, definition, probability)}`."
+        )
     try:
         check_rule_name("rule", own.get("rule", LoopDropout.name))
     except UserError:
@@ -177,6 +190,19 @@ def _check_rule(sweep: Any, name: str, definition: str | dict) -> None:
         )
     recipe = _make_final_recipe(sweep, *_read_method(sweep, definition))
     check_rule_name("rule", recipe.get("rule", LoopDropout.name))
+
+
+def _write_mapping(sweep: Any, definition: str, probability: str) -> str:
+    """Return the methods of a sweep as a mapping in YAML, with a drop probability instead of a wrong definition."""
+    items = []
+    for name, other in read_methods(sweep.methods).items():
+        if other == definition:
+            items.append(f"p_{probability}: {{p: {probability}}}")
+        elif isinstance(other, str) and not other.endswith(".yaml") and find_probability(other) is None:
+            items.append(f"{name}: {{rule: {other}}}")
+        else:
+            items.append(f"{name}: ...")
+    return f"{{{', '.join(items)}}}"
 
 
 def has_benchmarks(sweep: Any, methods: dict[str, Any]) -> bool:

@@ -323,8 +323,13 @@ def test_epochs_of_a_command_line_without_effect_are_named(write, log):
         read_settings((LoopDropoutConfig,), [path, *words])
     assert not log.messages
     read_settings((LoopDropoutConfig,), [path, "--num_train_epochs", "2"])
-    fix = "Add `--max_steps -1` to train for so many epochs."
-    assert f"`--num_train_epochs 2` has no effect, because the recipe sets `max_steps: 40`. {fix}" in log.messages
+    begin, end = "`--num_train_epochs 2` has no effect, because", "to train for so many epochs."
+    assert f"{begin} the recipe sets `max_steps: 40`. Add `--max_steps -1` {end}" in log.messages
+    both = ["--num_train_epochs", "2", "--max_steps", "20"]
+    read_settings((LoopDropoutConfig,), [path, *both])
+    assert f"{begin} `--max_steps 20` counts instead. Set `--max_steps -1` {end}" in log.messages
+    read_settings((LoopDropoutConfig,), both)
+    assert f"{begin} `--max_steps 20` counts instead. Remove `--max_steps` {end}" in log.messages
 
 
 def test_command_line_sets_what_a_recipe_must_not(write):

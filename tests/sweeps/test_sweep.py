@@ -251,6 +251,9 @@ def test_plan_says_on_how_many_examples_the_chosen_losses_are(lab, capsys):
         sweep.main([lab.file, "--dry_run", "true"])
         out = capsys.readouterr().out
         assert f"\nchoice          {line.format(indent)}" in out and "by chance" not in out
+    lab.sweep("sft", settings={**few, "eval_strategy": "epoch", "num_eval_examples": 1}, select_on="eval_loss")
+    sweep.main([lab.file, "--dry_run", "true"])
+    assert f"{indent}each on the only held-out example, during the training" in capsys.readouterr().out
     lab.sweep("sft", settings={**few, "eval_strategy": "epoch", "num_eval_examples": 8}, select_on="eval_loss")
     sweep.main([lab.file, "--dry_run", "true"])
     warning = "Losses on 8 examples differ mostly by chance, so hold out at least 100 examples (`num_eval_examples`)."
@@ -1695,6 +1698,10 @@ ERRORS = [
         {"methods": {"x": {"rule": "loop_dropuot"}}},
         "In the method x of `methods`: `rule` must be one of adaptive, ",
     ),
+    (
+        {"methods": ["lora", "p_0.9"]},
+        "got 'p_0.9'. For the drop probability 0.9, write `methods: {lora: {rule: lora}, p_0.9: {p: 0.9}}`.",
+    ),
     ({"seeds": []}, "`seeds` must have at least one value, such as `--seeds 101 102 103`."),
     ({"learning_rates": [], "seeds": [], "methods": ["lora", "loop_dropuot"]}, "Did you mean 'loop_dropout'?"),
     ({"learning_rates": [], "recipe": "", "methods": ["loop_dropuot"]}, "Did you mean 'loop_dropout'?"),
@@ -1722,6 +1729,10 @@ ERRORS = [
     ),
     ({"methods": ["lorra"]}, "got 'lorra'. Did you mean 'lora'?"),
     ({"methods": []}, "`methods` must name at least one method"),
+    (
+        {"methods": ["lora", 0.25]},
+        "got 0.25 in a list. Write a drop probability as `methods: {p_0.25: {p: 0.25}}`.",
+    ),
     ({"methods": ["lora", {"x": {"p": 0.25}}]}, "`methods` must be texts or one mapping, got {'x': {'p': 0.25}}"),
     ({"methods": {"x": 0.25}}, "`methods` must map x to a rule, a recipe or settings, got 0.25"),
     (
