@@ -21,6 +21,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin
 
+from loopdropout_trainer.own_code import describe_own_error
 from loopdropout_trainer.terminal import print_sentences, protect_terminal, wrap_warnings
 
 
@@ -63,6 +64,18 @@ class UserError(ValueError):
 
     `run_script` prints the sentence without a traceback.
     """
+
+
+class OwnCodeError(UserError):
+    """An error of the user's own code, such as a rule of a file of `--import`, with its function, its file and its line."""
+
+
+def find_own_error(error: Exception) -> OwnCodeError | None:
+    """Return an error of the user's own code as one sentence, or None for an error of other code, or that explains itself."""
+    if isinstance(error, OwnCodeError):
+        return error
+    text = None if isinstance(error, UserError) else describe_own_error(error)
+    return None if text is None else OwnCodeError(text)
 
 
 def short_repr(value: Any) -> str:
@@ -348,7 +361,7 @@ def hide_secrets(text: str) -> str:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's `main` and print a `UserError`, or the error of a folder that cannot be written, in one line.
+    """Run a script's `main` and print a `UserError`, or an error of `_explain`, in one line.
 
     The exit code is 2 after such an error, 130 after Ctrl-C and 143 after SIGTERM. Other exceptions keep their traceback.
 
@@ -366,16 +379,10 @@ def run_script(main: Callable[[], None]) -> None:
     except UserError as error:
         _print_from_first_process(f"{script}: {error}")
         sys.exit(2)
-    except ImportError as error:
-        if error.name is not None:  # the `import` of a module, and not the advice of a library to install a package
-            raise
-        _print_from_first_process(f"{script}: A package is missing. {error}")
-        sys.exit(2)
     except Exception as error:
-        reason = find_write_error(error)
-        if reason is None:
+        message = _explain(error)
+        if message is None:
             raise
-        message = str(error) if isinstance(error, OSError) else f"A file cannot be written: {reason}."
         _print_from_first_process(f"{script}: {message}")
         sys.exit(2)
     except KeyboardInterrupt as error:
@@ -384,6 +391,20 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit(128 + getattr(error, "signal", signal.SIGINT))
     finally:
         _commands.remove(script)
+
+
+def _explain(error: Exception) -> str | None:
+    """Return a sentence about an error that the user can fix although it is no `UserError`, or None for another one."""
+    reason = find_write_error(error)
+    if isinstance(error, OSError) and reason is not None:
+        return str(error)
+    if reason is not None:
+        return f"A file cannot be written: {reason}."
+    own_error = find_own_error(error)
+    if own_error is not None:
+        return str(own_error)
+    is_advice = isinstance(error, ImportError) and error.name is None  # of a library, and not the `import` of a module
+    return f"A package is missing. {error}" if is_advice else None
 
 
 def _prepare_process() -> None:

@@ -31,6 +31,7 @@ from loopdropout_trainer.data import SFTDataArguments
 from loopdropout_trainer.errors import UserError, closest_match, join_command, run_script
 from loopdropout_trainer.files import explain_unwritable
 from loopdropout_trainer.jobs.runs import TRAINING_TYPES
+from loopdropout_trainer.own_code import IMPORTED
 from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results.run_files import DEVELOPMENT, is_finished, write_run
 from loopdropout_trainer.results.sweep_folder import SweepRun, describe_interruption, update_summary
@@ -39,7 +40,7 @@ from loopdropout_trainer.settings.arguments import ModelArguments, option
 from loopdropout_trainer.settings.command_fields import TRAININGS
 from loopdropout_trainer.settings.field_hints import InnerFields
 from loopdropout_trainer.settings.library_fields import SEED_BOUNDS, unsafe_names
-from loopdropout_trainer.settings.recipe import IMPORTED, dump_recipe, load_recipe, parse, without_option
+from loopdropout_trainer.settings.recipe import dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
 from loopdropout_trainer.sweeps.changed_problems import is_outdated
 from loopdropout_trainer.sweeps.choice import Choice, choose_rate

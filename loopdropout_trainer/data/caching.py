@@ -13,7 +13,6 @@ import importlib
 import pkgutil
 import re
 import sys
-import sysconfig
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -28,6 +27,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.files import PACKAGE
+from loopdropout_trainer.own_code import is_of_libraries
 
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def knows_imports(file: Path) -> bool:
 
 def _imported_files(file: Path) -> Iterator[Path]:
     """Yield the user's files that the import statements of a Python file name."""
-    search_path = [folder for folder in sys.path if not _is_of_libraries(folder)]
+    search_path = [folder for folder in sys.path if not is_of_libraries(folder)]
     for names, level in _find_imports(file):
         folders = [str(file.parents[level - 1])] if level else search_path
         yield from _module_files(names, folders)
@@ -194,15 +194,6 @@ def module_of(function: Callable[..., Any]) -> ModuleType | None:
     while isinstance(function, functools.partial):
         function = function.func
     return sys.modules.get(function.__module__)
-
-
-@functools.cache  # the commands of a sweep ask for the same folders thousands of times
-def _is_of_libraries(path: str) -> bool:
-    """Return whether a path is of an installed library or of Python's own, as far as its text says."""
-    parts = Path(path).parts
-    if "site-packages" in parts or "dist-packages" in parts:
-        return True
-    return Path(path).is_relative_to(sysconfig.get_path("stdlib"))
 
 
 def _is_plain(value: Any) -> bool:

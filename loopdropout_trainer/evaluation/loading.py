@@ -39,10 +39,10 @@ from loopdropout_trainer.errors import (
     short_repr,
 )
 from loopdropout_trainer.evaluation.program_checks import check_named_programs, check_programs, check_programs_of_file
+from loopdropout_trainer.own_code import IMPORTED
 from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.settings.fields import items_of
-from loopdropout_trainer.settings.recipe import IMPORTED
 
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from loopdropout_trainer.files import lock_file, write_file
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.gates.depth import DEPTH_SAMPLERS
 from loopdropout_trainer.looped import DESCRIPTIONS
+from loopdropout_trainer.own_code import IMPORTED
 from loopdropout_trainer.results.recipe_changes import UNCOMPARED
 from loopdropout_trainer.results.run_files import (
     RUN_FILE,
@@ -22,7 +23,7 @@ from loopdropout_trainer.results.run_files import (
     read_used_imports,
 )
 from loopdropout_trainer.rewards import REWARDS
-from loopdropout_trainer.settings.recipe import IMPORTED, imported_name
+from loopdropout_trainer.settings.recipe import imported_name
 
 
 if TYPE_CHECKING:

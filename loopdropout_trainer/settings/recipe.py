@@ -18,9 +18,10 @@ from typing import Any
 
 import yaml
 
-from loopdropout_trainer.errors import UserError, hide_secrets
+from loopdropout_trainer.errors import UserError, find_own_error, hide_secrets
 from loopdropout_trainer.files import check_links, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.hints import file_hint, recipe_hint
+from loopdropout_trainer.own_code import IMPORTED
 from loopdropout_trainer.settings.command_fields import TRAININGS, find_command_fields, find_fields
 from loopdropout_trainer.settings.field_hints import (
     InnerFields,
@@ -38,9 +39,6 @@ from loopdropout_trainer.settings.library_fields import unsafe_names
 from loopdropout_trainer.settings.read_yaml import read_yaml_file
 from loopdropout_trainer.settings.recipe_folders import hint_at_folder
 
-
-IMPORTED: list[str] = []
-"""Absolute paths of the files of `--import`."""
 
 MOST_EXTENDED = 20
 """Largest number of recipes that a recipe builds on."""
@@ -381,7 +379,7 @@ def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple
         try:
             instance = cls(**{name: value for name, value in settings.items() if name in names})
         except ValueError as error:  # of TRL and transformers
-            raise UserError(str(error)) from None
+            raise find_own_error(error) or UserError(str(error)) from None
         if folder := getattr(instance, "output_dir", None):
             check_links(folder)  # here, because every command writes into such a folder
         instances.append(instance)

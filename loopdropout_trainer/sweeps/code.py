@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.errors import count
+from loopdropout_trainer.own_code import IMPORTED
 from loopdropout_trainer.results.imported_code import (
     accept_other_code,
     can_accept_other_code,
@@ -22,7 +23,6 @@ from loopdropout_trainer.results.imported_code import (
 )
 from loopdropout_trainer.results.run_files import has_trained, read_used_imports
 from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_other_code_fix, is_running, read_summary
-from loopdropout_trainer.settings.recipe import IMPORTED
 from loopdropout_trainer.settings.recipe_folders import list_runs
 from loopdropout_trainer.sweeps.own_runs import list_own_folders
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.data.arguments import has_held_out
-from loopdropout_trainer.errors import UserError, closest_match, hint_at_number, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, find_own_error, hint_at_number, short_repr
 from loopdropout_trainer.files import find_recipes_of_name
 from loopdropout_trainer.gates import LoopDropout
 from loopdropout_trainer.gates.rule import check_rule_name, find_probability
@@ -140,24 +140,32 @@ def check_fields(sweep: Any, methods: dict[str, Any]) -> None:
 
 @contextmanager
 def naming_method(sweep: Any, name: str) -> Iterator[None]:
-    """Let a UserError about a field that a method itself sets name the method.
+    """Let an error about a field that a method itself sets, or of the user's own code, name the method.
 
     Args:
         sweep: `Sweep` of recipes/sweep.py.
         name: Name of the method in the sweep.
     """
-    definition = read_methods(sweep.methods)[name]
     try:
         yield
-    except UserError as error:
-        _, own = _read_definition(sweep, definition)
-        fields = {*own}
-        if fields & {"p", "rule_args"}:  # the message about a field of a rule begins with the rule
-            fields.add("rule")
-        begin = re.match(r"`(\w+)", str(error))
-        if name == definition or begin is None or begin[1] not in fields:
+    except Exception as error:
+        own_error = find_own_error(error)
+        if own_error is None and not _is_about_method(sweep, name, error):
             raise
-        raise UserError(f"In the method {name} of `methods`: {error}") from None
+        raise UserError(f"In the method {name} of `methods`: {own_error or error}") from None
+
+
+def _is_about_method(sweep: Any, name: str, error: Exception) -> bool:
+    """Return whether an error is a UserError about a field that a method itself sets. Arguments: `naming_method`."""
+    definition = read_methods(sweep.methods)[name]
+    if name == definition or not isinstance(error, UserError):
+        return False
+    _, own = _read_definition(sweep, definition)
+    fields = {*own}
+    if fields & {"p", "rule_args"}:  # the message about a field of a rule begins with the rule
+        fields.add("rule")
+    begin = re.match(r"`(\w+)", str(error))
+    return begin is not None and begin[1] in fields
 
 
 def _check_rule(sweep: Any, name: str, definition: str | dict) -> None:

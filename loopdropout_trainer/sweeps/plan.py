@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from loopdropout_trainer.costs.evaluations import HOW_TO_TIME, add_answers, count_answers
@@ -147,9 +147,9 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, TrainingExamples | No
         "seeds": _describe_seeds(sweep),
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
         "each training": by_method(sizes),
-        "depth": by_method({method: describe_depths(training) for method, training in trainings.items()}),
-        "settings": by_method({method: describe_other_settings(training) for method, training in trainings.items()}),
-        "gates": by_method({method: describe_gates(training) for method, training in trainings.items()}),
+        "depth": _describe_by_method(sweep, trainings, describe_depths),
+        "settings": _describe_by_method(sweep, trainings, describe_other_settings),
+        "gates": _describe_by_method(sweep, trainings, describe_gates),
         **example_lines,
         **costs,
         "choice": describe_choice_plan(sweep, examples, trainings),
@@ -159,6 +159,15 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, TrainingExamples | No
         "also there": describe_other_runs(sweep),
         "done": _describe_done(sweep, num_ended, total, measured),
     }
+
+
+def _describe_by_method(sweep: Any, trainings: Mapping[str, Training], describe: Callable[[Training], str]) -> str:
+    """Return the text of a function about the training of each method. Errors of the user's rules name the method."""
+    texts = {}
+    for method, training in trainings.items():
+        with naming_method(sweep, method):
+            texts[method] = describe(training)
+    return by_method(texts)
 
 
 def _describe_done(sweep: Any, num_ended: int, total: int, measured: str) -> str:
@@ -285,10 +294,10 @@ def _read_trainings(sweep: Any) -> dict[str, Training]:
         # `num_threads` would set the threads of the sweep itself.
         with naming_method(sweep, method):
             model, adapter, args = build_part(kinds, {**recipe, "num_threads": None})
-        key = repr((model, adapter))
-        if key not in starts:
-            starts[key] = read_start(model, adapter)
-        trainings[method] = make_training(args, recipe, starts[key])
+            key = repr((model, adapter))
+            if key not in starts:
+                starts[key] = read_start(model, adapter)
+            trainings[method] = make_training(args, recipe, starts[key])
     return trainings
 
 

@@ -20,6 +20,7 @@ from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.integrity import saving
 from loopdropout_trainer.saving.source import find_base
+from loopdropout_trainer.settings.recipe import import_files
 
 
 TOKEN = "hf_averysecrettokenofsomeone"
@@ -36,6 +37,67 @@ ENDINGS = [
 
 def raise_(error):
     raise error
+
+
+OWN_CODE = """
+import json
+from loopdropout_trainer.errors import count
+
+class Rule:
+    def __init__(self, p):
+        raise ValueError(f"p is\\n{p}")
+
+    def sample(self):
+        return 1
+
+    @staticmethod
+    def check(num_loops):
+        return json.loads("x")
+
+def prepare(row):
+    return (lambda: row["question"])()
+
+def score(answer):
+    return count("one", "answer")
+"""
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda own: own.Rule(2), "`Rule.__init__` in {}, line 7, raised ValueError: p is 2"),
+    (lambda own: own.Rule.sample(1, 2), "`Rule.sample` in {}, line 9, raised TypeError: Rule.sample() takes 1 positional a"),
+    (lambda own: own.Rule.check(), "`Rule.check` in {}, line 12, raised TypeError: Rule.check() missing 1 required p"),
+    (lambda own: own.Rule.check(4), "`Rule.check` in {}, line 14, raised json.decoder.JSONDecodeError: Expecting value"),
+    (lambda own: own.prepare({}), "`<lambda>` in {}, line 17, raised KeyError: 'question'"),
+    (lambda own: own.score("1"), None),
+])  # fmt: skip
+def test_error_of_own_code_has_its_function_and_line(monkeypatch, capsys, tmp_path, call, message):
+    """A command needs no guard where it calls such code. An error of the package, which such code calls, has its traceback."""
+    monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
+    file = tmp_path / "own_errors.py"
+    file.write_text(OWN_CODE)
+    import_files([str(file)])
+    own = sys.modules["imported_own_errors"]
+    if message is None:
+        with pytest.raises(ValueError, match="Cannot specify"):
+            run_script(lambda: call(own))
+        return
+    with pytest.raises(SystemExit, match="2"):
+        run_script(lambda: call(own))
+    assert capsys.readouterr().err.startswith(f"loopdropout sft: {message.format(file)}")
+
+
+@pytest.mark.parametrize(("code", "message"), [
+    ("import torch\nx = 1 / 0\n", "{}, line 2, raised ZeroDivisionError: division by zero"),
+    ("\nimport nothing_there\n", "{}, line 2, raised ModuleNotFoundError: No module named 'nothing_there'"),
+    ("x = (1 /\n", "{}, line 1, raised SyntaxError: '(' was never closed"),
+])  # fmt: skip
+def test_error_of_an_imported_file_has_its_line(monkeypatch, capsys, tmp_path, code, message):
+    monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
+    file = tmp_path / "broken.py"
+    file.write_text(code)
+    with pytest.raises(SystemExit, match="2"):
+        run_script(lambda: import_files([str(file)]))
+    assert capsys.readouterr().err == f"loopdropout sft: {message.format(file)}\n"
 
 
 def test_commands_in_messages_have_quotes():

@@ -21,7 +21,7 @@ from helpers.tiny import TINY, adapted, steady, tiny_ouro
 from helpers.tokenizer import make_tokenizer
 from helpers.trainers import SHORT_RUN
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, merge_and_save
-from loopdropout_trainer.settings.recipe import IMPORTED
+from loopdropout_trainer.own_code import IMPORTED
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background ignores it

@@ -17,7 +17,7 @@ from helpers.files import ROOT
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
-arithmetic bounds memory published_sizes renames terminal
+arithmetic bounds memory own_code published_sizes renames terminal
 errors
 blocks files gate_values gates limits rewards
 hints

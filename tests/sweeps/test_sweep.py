@@ -38,6 +38,7 @@ from loopdropout_trainer.files import TINY_OURO_PATH, lock_folder
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.jobs import training_data
 from loopdropout_trainer.jobs.runs import Run
+from loopdropout_trainer.own_code import IMPORTED
 from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.results.imported_code import (
@@ -1328,12 +1329,30 @@ def test_errors_inside_of_trainings_stop_a_sweep(lab, forks, monkeypatch, capsys
     with pytest.raises(SystemExit, match="2"):
         run_script(sweep.main)
     printed = capsys.readouterr()
-    message = r"torch\.OutOfMemoryError: CUDA out of memory\. Process \d+ has 9\.12 GiB in use\. \(log: "
+    place = rf"loopdropout sft: `Broken\.sample` in {re.escape(str(rule))}, line 15, raised "
+    message = rf"{place}torch\.OutOfMemoryError: CUDA out of memory\. Process \d+ has 9\.12 GiB in use\. \(log: "
     stopped = "The sweep has stopped, because two runs in a row failed with the same message: "
-    assert re.search(f"{stopped}broken/lr_0.02/seed_1 ended with exit code 1: {message}", printed.err)
+    assert re.search(f"{stopped}broken/lr_0.02/seed_1 ended with exit code 2: {message}", printed.err)
     log = (lab.out / "broken/lr_0.01/seed_1/log.txt").read_text()
-    assert "2/4" not in log and log.splitlines()[-1].startswith("torch.OutOfMemoryError")  # a file has no bar
-    assert re.search(f"broken/lr_0.01/seed_1 ended with exit code 1: {message}", printed.out)
+    assert "2/4" not in log and re.match(place, log.splitlines()[-1])  # a file has no bar
+    assert re.search(f"broken/lr_0.01/seed_1 ended with exit code 2: {message}", printed.out)
+
+
+def test_plan_names_the_method_whose_own_rule_fails(lab):
+    """Of a rule that cannot be made, and of one whose draws fail."""
+    rule = lab.folder / "own.py"
+    for old, new, message in (
+        ("def sample(self, draw):", "def __post_init__(self):\n        raise ValueError(1)\n", "__post_init__` in"),
+        ("has_unit_mean = False", "has_unit_mean = True", "sample` in"),
+    ):
+        rule.write_text(BROKEN_RULE.replace(old, f"{new}\n    {old}" if new[0] == "d" else new))
+        import_files([str(rule)])
+        lab.sweep("sft", methods=[{"lora": "lora", "x": {"rule": "broken"}}])
+        for words in (["--dry_run", "true"], []):
+            IMPORTED.clear()
+            with user_error(f"^In the method x of `methods`: `Broken.{message} {rule}, line 1[0-9], raised "):
+                sweep.main([lab.file, "--import", str(rule), *words])
+    assert not lab.out.exists()
 
 
 def test_changed_code_of_an_import_is_named(lab, forks, capsys):
