@@ -35,6 +35,7 @@ from loopdropout_trainer.looped import (
 )
 from loopdropout_trainer.lora import check_enabled, is_enabled, kind_of, use_gates
 from loopdropout_trainer.renames import renamed_function
+from loopdropout_trainer.results.problems import digest_examples
 from loopdropout_trainer.results.run_files import BASE_MODEL
 from loopdropout_trainer.terminal import format_fixed
 from loopdropout_trainer.tokenizers import check_tokenizer
@@ -139,7 +140,7 @@ def single_loop(model: PeftModel, batches: Iterable[Batch]) -> list[Result]:
         reduction = 100 * (frozen.loss - adapted.loss) / frozen.loss
         results.append(_result("loss", adapted.loss, "nats", adapted.n, num_loops, **place))
         results.append(_result("loss_reduction", reduction, "%", adapted.n, num_loops, **place))
-    return _with_method(model, results)
+    return _complete(model, results, batches)
 
 
 def readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Result]:
@@ -152,11 +153,12 @@ def readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Result]:
     Returns:
         `readout_loss` and `readout_token_accuracy` of each loop. `gates` are those of a block of `use_gates` around it.
     """
+    batches = list(batches)
     num_loops = find_looped_model(model).num_loops
     gates, results = label_gates(model, num_loops), []
     for loop, readout in enumerate(score_readouts(model, batches), start=1):
         results += _loss_and_accuracy("readout", readout, num_loops, gates, loop=loop)
-    return _with_method(model, results)
+    return _complete(model, results, batches)
 
 
 def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[int] | None = None) -> list[Result]:
@@ -185,6 +187,7 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
         check_num_loops(depth, "depths")
     if isinstance(model, PeftModel) and kind_of(model, model.active_adapters[0]).one_depth:
         depths = [num_loops]
+    batches = list(batches)
     gates_of_block = find_gates_of_block(model, max(depths))
     labels = {depth: label_gates(model, depth, gates_of_block) for depth in depths}
     with use_depth(model, max(depths)):
@@ -192,7 +195,7 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
     results = []
     for depth in depths:
         results += _loss_and_accuracy("depth", scores[depth - 1], depth, labels[depth])
-    return _with_method(model, results)
+    return _complete(model, results, batches)
 
 
 @torch.no_grad()
@@ -212,6 +215,7 @@ def curvature(model: PeftModel, batches: Iterable[Batch], p: float = 0.5, step: 
         `curvature` of each loop, v_t' H v_t in nats per target token, and the term as `curvature_term`.
     """
     check_enabled(model, "gates would have no effect")
+    batches = list(batches)
     num_loops = find_looped_model(model).num_loops
     sums, n = torch.zeros(num_loops, dtype=torch.float64), 0
     for looped, inputs, labels in _prepare(model, batches):
@@ -232,7 +236,7 @@ def curvature(model: PeftModel, batches: Iterable[Batch], p: float = 0.5, step: 
         results.append(_result("curvature", value, "nats", n, num_loops, "unit", loop=loop))
     term = p / (2 * (1 - p)) * float(values.sum())
     results.append(_result("curvature_term", term, "nats", n, num_loops, "unit"))
-    return _with_method(model, results)
+    return _complete(model, results, batches)
 
 
 def check_curvature(diagnostics: Sequence[str], dtypes: Mapping[str, str]) -> None:
@@ -485,8 +489,13 @@ def _loss_and_accuracy(name: str, score: Score, num_loops: int, gates: str, **co
     ]
 
 
-def _with_method(model: nn.Module, results: list[Result]) -> list[Result]:
-    """Return results of an adapter with the method that trained it, if the model knows it, for rows that name no other one."""
+def _complete(model: nn.Module, results: list[Result], batches: Sequence[Batch]) -> list[Result]:
+    """Return results with the digest of their examples, and those of an adapter with its method, if the model knows it.
+
+    Rows that name another method keep it.
+    """
+    problems = digest_examples(batches)
+    results = [{**row, "problems": problems} for row in results]
     method = getattr(find_looped_model(model), "trained_with", {}).get("method")
     if method is None or not is_enabled(model):  # commands know the name of a merged model
         return results

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.jobs.runs import Run
 from loopdropout_trainer.results.run_files import BASE_MODEL, is_of_base, write_results, write_run
-from loopdropout_trainer.results.training_results import UNITS, count_held_out_examples, result_columns
+from loopdropout_trainer.results.training_results import UNITS, describe_held_out_examples, result_columns
 from loopdropout_trainer.saving.metadata import describe_system_turn
 from loopdropout_trainer.settings.arguments import SFTArguments
 from loopdropout_trainer.training.distributed import shards_weights
@@ -63,7 +63,7 @@ def _measure_base_loss(trainer: Trainer, run: Run) -> None:
     metrics = output.metrics
     trainer.callback_handler.on_predict(trainer.args, trainer.state, trainer.control, metrics)  # ends the bar
     row = {"metric": "eval_loss", "value": metrics["eval_loss"], "unit": UNITS["eval_loss"], "gates": "none"}
-    record(trainer, run, [row | count_held_out_examples(trainer)], task="training")
+    record(trainer, run, [row | describe_held_out_examples(trainer)], task="training")
 
 
 def _diagnose(trainer: Trainer, run: Run, references: list[dict[str, str]]) -> None:

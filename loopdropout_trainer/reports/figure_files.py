@@ -15,8 +15,9 @@ from loopdropout_trainer.reports.comparing import PAIRED_SEEDS
 from loopdropout_trainer.reports.figures import describe_points, points
 from loopdropout_trainer.reports.frames import average, has_method
 from loopdropout_trainer.reports.labels import name_methods
+from loopdropout_trainer.reports.other_problems import are_on_other_problems
 from loopdropout_trainer.reports.table_files import Missing, check_fields, check_mappings, find
-from loopdropout_trainer.reports.tables import are_on_other_problems, find_unpaired, name_seeds, paired_gains
+from loopdropout_trainer.reports.tables import find_unpaired, name_seeds, paired_gains
 
 
 def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
@@ -113,7 +114,7 @@ def pair_places(ours: pd.DataFrame, other: pd.DataFrame, by: list[str]) -> pd.Da
         if place not in others:
             continue
         gains = paired_gains(own, others[place])
-        if len(gains) and not are_on_other_problems(own, others[place]):
+        if len(gains) and not are_on_other_problems(pd.concat([own, others[place]])):
             middle = (average(own).mean() + average(others[place]).mean()) / 2
             lines.append([*place, gains.mean(), middle, find_unpaired(own, others[place])])
     return pd.DataFrame(lines, columns=[*by, "mean", "middle", "unpaired"])

@@ -49,6 +49,7 @@ from loopdropout_trainer.reports.base_names import NAME as BASE_NAME
 from loopdropout_trainer.reports.base_names import unify_base_names
 from loopdropout_trainer.reports.other_problems import (
     HELD_OUT_FIELDS,
+    OTHER_DATA,
     OTHER_FILE,
     OTHER_LIMIT,
     find_other_problems,
@@ -151,6 +152,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
             REPLACED: replaced,
             OTHER_LIMIT: others.get(OTHER_LIMIT, []),
             OTHER_FILE: others.get(OTHER_FILE, []),
+            OTHER_DATA: others.get(OTHER_DATA, []),
         }
     )
     results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))

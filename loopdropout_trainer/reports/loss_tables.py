@@ -47,11 +47,13 @@ def make_loss_tables(results: pd.DataFrame) -> list[LossTable]:
     tables = []
     for metric, (column, place, _) in PLACES.items():
         losses = results[results["metric"] == metric]
-        keys = ["task", "n"] if column == "num_loops" else ["task", "n", "num_loops"]
+        keys = ["task", "problem_set"]
+        if column != "num_loops":
+            keys.append("num_loops")
         has_depths = "num_loops" in keys and losses["num_loops"].nunique() > 1
         for number, ((task, *_), rows) in enumerate(losses.groupby(keys, sort=False), start=1):
             numbers = _average_places(rows, column, place)
-            title = title_losses(metric, task, rows)
+            title = title_losses(metric, task, rows, losses)
             if has_depths:  # with a table for each
                 title += f", at K = {rows['num_loops'].iloc[0]:g}"
             title = fit_title(f"{title}, mean ± SD over seeds", numbers)
@@ -87,10 +89,10 @@ def make_reduction_table(examples: str, numbers: pd.DataFrame) -> tuple[str, pd.
     return add_seeds(fit_title(REDUCTION_TITLE.format(examples), numbers), texts, numbers["num_seeds"])
 
 
-def title_losses(metric: str, task: str, rows: pd.DataFrame) -> str:
-    """Return the title of losses on a task, whose metric is one of `PLACES`."""
+def title_losses(metric: str, task: str, rows: pd.DataFrame, all_rows: pd.DataFrame | None = None) -> str:
+    """Return the title of losses on a task, whose metric is one of `PLACES`. `all_rows`: as in `name_examples`."""
     _, _, words = PLACES[metric]
-    return f"Loss on {name_examples(task, rows)}{words}, in nats per token"
+    return f"Loss on {name_examples(task, rows, all_rows)}{words}, in nats per token"
 
 
 def _average_places(rows: pd.DataFrame, column: str, place: str) -> pd.DataFrame:

@@ -10,9 +10,10 @@ import pandas as pd
 
 from loopdropout_trainer.data.files import is_absent
 from loopdropout_trainer.data.sources import read_sources
-from loopdropout_trainer.errors import join_command
+from loopdropout_trainer.errors import count, join_command
 from loopdropout_trainer.reports.base_names import NAME
 from loopdropout_trainer.reports.frames import select_accuracies
+from loopdropout_trainer.reports.other_problems import is_held_out_loss
 from loopdropout_trainer.results.run_files import (
     DEVELOPMENT,
     EVALUATION_FOLDER,
@@ -211,10 +212,21 @@ def _command_for_base(
 
 
 def describe_missing_base_loss(results: pd.DataFrame) -> list[str]:
-    """Return a sentence about the held-out loss of the base model if no run has measured it, with the way to measure it."""
-    losses = results[(results["metric"] == "eval_loss") & (results["task"] == "training")]
-    if is_of_base(losses).any():
-        return []
+    """Return a sentence about the held-out loss of the base model if no run has measured it, with the way to measure it.
+
+    If it was measured on other held-out examples than losses of trainings, the sentence says so.
+    """
+    losses = results[is_held_out_loss(results) & (results["other_problems"] == "")]
+    of_base = is_of_base(losses)
+    if of_base.any():
+        is_other = losses["problem_set"].notna() & ~losses["problem_set"].isin(losses.loc[of_base, "problem_set"])
+        others = losses.loc[is_other, "run"].unique()
+        if len(others) == 0 or losses.loc[of_base, "problem_set"].isna().any():
+            return []
+        return [
+            f"The losses of {count(len(others), 'training')} such as {others[0]} are on other held-out examples than the loss "
+            "of the base model, or on other tokens of them, so they do not compare with it."
+        ]
     for run in losses["run"].unique():
         sentence = _describe_base_loss(run)
         if sentence:

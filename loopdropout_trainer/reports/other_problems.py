@@ -1,7 +1,8 @@
 """Results that do not compare, because they were measured on other problems or on other held-out examples.
 
 A mean over seeds, and a difference between methods, need the same ones. Those of accuracies differ after another
-`benchmark_limit` or a change of a benchmark's file, and those of held-out losses after another setting of the data.
+`benchmark_limit` or a change of a benchmark's file, those of held-out losses after another setting of the data or a change of
+its files, and those of diagnostics after another `num_examples`. The column `problem_set` names them for all readers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pandas as pd
 
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.reports.recipe_columns import read_column
-from loopdropout_trainer.results.problems import name_problems
+from loopdropout_trainer.results.problems import SETTINGS, digest_problems, name_problems
 from loopdropout_trainer.results.run_files import DIAGNOSTIC_METRICS
 
 
@@ -23,6 +24,10 @@ OTHER_LIMIT = (
 OTHER_FILE = (
     "other results of the same method are on other problems of the task, so they have no common mean. The limit is the same, "
     "so the file or data set of the task has changed between the measurements. Measure all seeds again on the same one."
+)
+OTHER_DATA = (
+    "other held-out losses of the same method are on other held-out examples, or on other tokens of them, so they have no "
+    "common mean. The files or data sets have changed between the trainings. Train all seeds on the same ones."
 )
 """Reasons why results are left out of a mean."""
 
@@ -49,19 +54,54 @@ TRAIN_FIELDS = {
 
 
 def name_problem_sets(results: pd.DataFrame) -> pd.Series:
-    """Return a name of the problems of each result, which is the same for the same ones: their number, and what else is known.
+    """Return a name of the problems or examples of each result, which is the same for the same ones.
 
-    A result whose problems are not known, of an older version, has the most common name of its number. A result of a training
-    or of a diagnostic has none: `n` counts examples or tokens.
+    It has their number, and what else `name_problems` knows. A result whose problems are not known, of an older version, has
+    the most common name of its number. Results of a training have none, apart from the held-out loss.
     """
-    counted = results[is_score(results) & results["n"].notna()]
-    names = counted["n"].map("{:g}".format).astype(object)
-    columns = counted.reindex(columns=["n", "problems", "samples", "folder"])
-    for _, rows in columns.groupby([counted["task"], counted["metric"], "n"], dropna=False):
+    is_loss = is_held_out_loss(results)
+    counted = results[is_score(results) | results["metric"].isin(DIAGNOSTIC_METRICS) | is_loss]
+    columns = counted.reindex(columns=["n", "problems", "samples", "folder", SETTINGS]).astype(object)
+    if columns.loc[is_loss[counted.index], "problems"].isna().any():  # of an older version, or of a stream
+        columns[SETTINGS] = _describe_settings(counted[is_loss[counted.index]])
+    names = columns["n"].map("{:g}".format, na_action="ignore").astype(object)
+    kinds = counted["metric"].where(is_score(counted), "loss")  # all diagnostics of a task are on the same examples
+    for _, rows in columns.groupby([counted["task"], kinds, "n"], dropna=False):
         known = pd.Series(name_problems(rows.to_dict("records")), rows.index, dtype=object)
         if known.notna().any():
-            names[rows.index] += " " + known.fillna(known.mode()[0])
-    return names.reindex(results.index)
+            names[rows.index] = names[rows.index].fillna("?") + " " + known.fillna(known.mode()[0])
+    return _count_streams(names, columns).reindex(results.index)
+
+
+def _describe_settings(losses: pd.DataFrame) -> pd.Series:
+    """Return a digest of the settings of each held-out loss that decide about its tokens, or None without any."""
+    fields = [field for field in sorted(HELD_OUT_FIELDS) if f"recipe_{field}" in losses]
+    settings = losses.filter(regex="^recipe_")  # without the method, so that the base model has defaults, too
+    values = pd.DataFrame(index=losses.index)
+    for field in fields:
+        values[field] = read_column(settings, f"recipe_{field}").astype(object)
+    has_own_files = read_column(settings, "recipe_eval_files").notna()
+    of_training = [field for field in fields if field in TRAIN_FIELDS]
+    values.loc[has_own_files, of_training] = None
+    texts = pd.Series(None, losses.index, dtype=object)
+    for place in losses.index[settings.notna().any(axis=1)]:
+        texts[place] = digest_problems([(values.loc[place].map(str).to_dict(), None)])
+    return texts
+
+
+def _count_streams(names: pd.Series, columns: pd.DataFrame) -> pd.Series:
+    """Return the names, where a loss without a number of examples, as of a stream, has the name of one with equal settings."""
+    streamed = columns[columns["n"].isna() & columns[SETTINGS].notna()]
+    for place, settings in streamed[SETTINGS].items():
+        alike = names[(columns[SETTINGS] == settings) & columns["n"].notna()]
+        if len(alike):
+            names[place] = alike.mode()[0]
+    return names
+
+
+def is_held_out_loss(results: pd.DataFrame) -> pd.Series:
+    """Return whether each result is the held-out loss of a training, or that of the base model on the same examples."""
+    return (results["task"] == "training") & (results["metric"] == "eval_loss")
 
 
 def is_score(results: pd.DataFrame) -> pd.Series:
@@ -73,14 +113,15 @@ def find_other_problems(results: pd.DataFrame, ignored: Collection[str]) -> pd.S
     """Return the reason why each result is left out of means, because it is on other problems than the other seeds, or "".
 
     The results stay whose problems most results of the task have, also those of other methods, so that methods can be
-    compared. Of equally many, those on more problems stay, and then the last ones.
+    compared. Of equally many, those on more problems stay, and then the last ones. Diagnostics all stay.
 
     Args:
         results: Results of a frame of `load_results`, with the column `problem_set`.
         ignored: Columns in which the results of one mean may differ.
     """
     reasons = pd.Series("", results.index, dtype=object)
-    counted = results[results["problem_set"].notna()]
+    # Tables of diagnostics have a part for each set of examples.
+    counted = results[(is_score(results) | is_held_out_loss(results)) & results["problem_set"].notna()]
     # Only few methods have several sets of problems, if any, so that the comparison of all columns is short.
     by_method = counted.groupby(["task", "metric", "method"], dropna=False)["problem_set"]
     several = counted[by_method.transform("nunique") > 1]
@@ -96,6 +137,9 @@ def find_other_problems(results: pd.DataFrame, ignored: Collection[str]) -> pd.S
         kept = rows.loc[ranks.sort_values(["num_results", "n"], kind="stable").index[-1]]
         others = rows[rows["problem_set"] != kept["problem_set"]]
         reasons[others.index] = OTHER_FILE
+        if is_held_out_loss(others).all():
+            reasons[others.index] = OTHER_DATA
+            continue
         is_limited = (others["n"] != kept["n"]) & _have_other_limit(others, kept)
         reasons[others.index[is_limited]] = OTHER_LIMIT
     return reasons
@@ -108,17 +152,11 @@ def _have_other_limit(results: pd.DataFrame, kept: pd.Series) -> pd.Series:
     return limits != (0 if pd.isna(limit) else limit)
 
 
-def are_on_other_held_out_examples(losses: pd.DataFrame) -> bool:
-    """Return whether held-out losses of trainings are known to be of different examples, or of other tokens of them.
+def are_on_other_problems(results: pd.DataFrame) -> bool:
+    """Return whether results of one metric are known to be on different problems of a task, or on other held-out examples.
 
-    The number of the examples tells it, or the settings that decide which tokens count. A result without a number, as of a
-    stream, or without a recipe does not count.
+    Results of two tasks or metrics are not compared by their problems, because a difference between them is wanted.
     """
-    if losses["n"].nunique() > 1:
-        return True
-    fields = HELD_OUT_FIELDS
-    if read_column(losses, "recipe_eval_files").notna().all():
-        fields = HELD_OUT_FIELDS - TRAIN_FIELDS
-    given = [f"recipe_{field}" for field in sorted(fields) if f"recipe_{field}" in losses]
-    with_recipe = losses[losses.filter(regex="^recipe_").notna().any(axis=1)]
-    return any(read_column(with_recipe, name).nunique(dropna=False) > 1 for name in given)
+    if results["metric"].nunique() != 1 or results["task"].nunique() != 1:
+        return False
+    return results["problem_set"].nunique() > 1

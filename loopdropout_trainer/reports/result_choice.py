@@ -120,7 +120,7 @@ def _find_lone_bases(shown: Sequence[dict[str, Any]], repeated: Sequence[dict[st
 
 def _examples_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return which table a loss belongs to: those of the same metric, examples and depth are compared."""
-    return row["metric"], row["task"], row.get("n"), row.get("num_loops")
+    return row["metric"], row["task"], row.get("n"), row.get("problems"), row.get("num_loops")
 
 
 def split_choices(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

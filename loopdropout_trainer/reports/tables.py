@@ -24,7 +24,7 @@ from loopdropout_trainer.errors import count
 from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS
 from loopdropout_trainer.reports.frames import average, select, select_accuracies, tasks_of, values_by_seed
 from loopdropout_trainer.reports.labels import find_baseline, has_seeds, labelled
-from loopdropout_trainer.reports.other_problems import are_on_other_held_out_examples
+from loopdropout_trainer.reports.other_problems import are_on_other_problems, is_held_out_loss, is_score
 from loopdropout_trainer.results.run_files import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 from loopdropout_trainer.terminal import format_fixed
 
@@ -154,22 +154,12 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
         return None
     gains = paired_gains(ours, other)
     unpaired = name_seeds(find_unpaired(ours, other), ", ")
-    if are_on_other_problems(ours, other):
-        reason = OTHER_EXAMPLES if (ours["metric"] == "eval_loss").any() else OTHER_PROBLEMS
+    if are_on_other_problems(pd.concat([ours, other])):
+        reason = OTHER_PROBLEMS if is_score(ours).all() else OTHER_EXAMPLES
         return Gain(math.nan, test=reason, num_pairs=len(gains), unpaired=unpaired)
     if part is not None:
         gains = paired_gains(ours, other, part)
     return _compare_gains(gains, ours, other, part)._replace(num_pairs=len(gains), unpaired=unpaired)
-
-
-def are_on_other_problems(ours: pd.DataFrame, other: pd.DataFrame) -> bool:
-    """Return whether two settings were measured on different problems of a task, or on other held-out examples."""
-    both = pd.concat([ours, other])
-    if (both["metric"] == "eval_loss").all() and (both["task"] == "training").all():
-        return are_on_other_held_out_examples(both)
-    if (both["metric"] != "accuracy").any() or both["task"].nunique() != 1:  # a difference between two tasks is wanted
-        return False
-    return both["problem_set"].nunique() > 1
 
 
 def find_unpaired(ours: pd.DataFrame, other: pd.DataFrame) -> list[float]:
@@ -407,7 +397,7 @@ def loss_numbers(results: pd.DataFrame) -> pd.DataFrame:
 
     The column `chose` has whether they chose the learning rates, and then they have no differences. `seeds` has the seeds.
     """
-    losses = labelled(results[(results["metric"] == "eval_loss") & (results["task"] == "training")])
+    losses = labelled(results[is_held_out_loss(results) & (results["other_problems"] == "")])
     # The base model has one loss on the same examples, which batches of another size round in another way.
     of_base = is_of_base(losses)
     if losses.loc[of_base, "num_loops"].nunique() > 1:  # of trainings at several depths
@@ -463,15 +453,27 @@ def split_reductions(results: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """
     reductions = results[results["metric"] == "loss_reduction"]
     groups = {}
-    for (task, _, depth), rows in reductions.groupby(["task", "n", "num_loops"], sort=False, dropna=False):
-        groups[f"{name_examples(task, rows)} at K = {depth:g}"] = rows
+    for (task, _, depth), rows in reductions.groupby(["task", "problem_set", "num_loops"], sort=False, dropna=False):
+        groups[f"{name_examples(task, rows, reductions)} at K = {depth:g}"] = rows
     return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
 
 
-def name_examples(task: str, rows: pd.DataFrame) -> str:
-    """Return the examples that losses were measured on, with their number of target tokens."""
+def name_examples(task: str, rows: pd.DataFrame, all_rows: pd.DataFrame | None = None) -> str:
+    """Return the examples that losses were measured on, with their number of target tokens.
+
+    Args:
+        task: Task of the losses.
+        rows: The losses.
+        all_rows: Losses of all tables. Of several sets of equally many tokens, the later ones have a number.
+    """
     examples = "held-out examples" if task == DEVELOPMENT else f"reference solutions of {task}"
     sizes = " or ".join(f"{n:,.0f}" for n in sorted({*rows["n"]}))  # tokenizers differ
+    if all_rows is not None:
+        alike = all_rows[(all_rows["task"] == task) & all_rows["n"].isin(rows["n"])]
+        sets = [*alike["problem_set"].dropna().unique(), None]
+        number = 1 + sets.index(rows["problem_set"].iloc[0]) if rows["problem_set"].notna().all() else 1
+        if number > 1:
+            examples += f", set {number}"
     return f"{examples} ({sizes} tokens)"
 
 

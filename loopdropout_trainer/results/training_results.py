@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.files import checkpoint_step, public_name
+from loopdropout_trainer.results.problems import digest_examples
 from loopdropout_trainer.results.run_files import DRAWN, GATE_MEAN
 from loopdropout_trainer.settings.arguments import describe_adapter
 from loopdropout_trainer.settings.library_fields import SAFE_VALUES
@@ -18,6 +19,7 @@ from loopdropout_trainer.settings.library_fields import SAFE_VALUES
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from torch.utils.data import DataLoader
     from transformers import Trainer
 
 UNITS = {
@@ -85,15 +87,33 @@ def count_examples(dataset: Dataset) -> tuple[int, int | None]:
     return sum(len(lengths) for lengths in dataset["seq_lengths"]), len(dataset)
 
 
-def count_held_out_examples(trainer: Trainer) -> dict[str, int]:
-    """Return the number of the examples of a held-out loss as the column `n`, or no column for a stream."""
+def describe_held_out_examples(trainer: Trainer) -> dict[str, Any]:
+    """Return the number of the examples of a held-out loss as the column `n`, and their digest as the column `problems`.
+
+    A stream has none of them. There is no digest either if a data collator of the user gives random batches.
+    """
+    import torch
     from datasets import Dataset
 
-    data = trainer.eval_dataset
-    if not isinstance(data, Dataset):
+    if not isinstance(trainer.eval_dataset, Dataset):
         return {}
-    num_examples, _ = count_examples(data)
-    return {"n": num_examples}
+    num_examples, _ = count_examples(trainer.eval_dataset)
+    columns: dict[str, Any] = {"n": num_examples}
+    evaluated = trainer.get_eval_dataloader()  # whose dataset has only the columns that the collator expects
+    batch_size = trainer.args.per_device_eval_batch_size
+    with torch.random.fork_rng():
+        first, again = next(_collate(evaluated, batch_size)), next(_collate(evaluated, batch_size))
+        if digest_examples([first]) == digest_examples([again]):
+            columns["problems"] = digest_examples(_collate(evaluated, batch_size))
+    return columns
+
+
+def _collate(evaluated: DataLoader, batch_size: int) -> Iterator[Any]:
+    """Yield all batches of an evaluation, also in one of several processes."""
+    data = evaluated.dataset
+    for start in range(0, len(data), batch_size):
+        rows = [data[place] for place in range(start, min(start + batch_size, len(data)))]
+        yield evaluated.collate_fn(rows)
 
 
 def mean_loss(history: Sequence[Mapping[str, float]]) -> float:
@@ -150,7 +170,7 @@ def training_results(trainer: Trainer) -> list[dict[str, Any]]:
             gates = DRAWN  # while the held-out loss is measured at gates of 1
         row = {"metric": name, "value": value, "unit": UNITS.get(name, ""), "gates": gates}
         if name == "eval_loss":
-            row |= count_held_out_examples(trainer)
+            row |= describe_held_out_examples(trainer)
         rows.append(row)
     return rows + _mean_gates(trainer)
 

@@ -21,6 +21,7 @@ from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.hub import is_hub_name
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
+from loopdropout_trainer.results.problems import have_other_problems
 from loopdropout_trainer.results.run_files import (
     is_of_base,
     is_of_training,
@@ -273,15 +274,17 @@ def describe_kept_checkpoint(folder: str | Path) -> str | None:
 def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
     """Return (task, depth, score, n, score of the base model) for each task and depth evaluated at unit gates."""
     accuracies = [row for row in results if row["metric"] == "accuracy"]
-    of_base = {}  # by task and depth
-    for row in accuracies:
-        if is_of_base(row):
-            of_base[row["task"], row["num_loops"]] = row["value"]
+    of_base = [row for row in accuracies if is_of_base(row)]
     scores = []
     for row in accuracies:
         if row["gates"] == "unit":
             task, depth = row["task"], row["num_loops"]
-            scores.append((task, depth, row["value"], row["n"], of_base.get((task, depth))))
+            base_score = None
+            for other in of_base:
+                is_of_place = (other["task"], other["num_loops"]) == (task, depth)
+                if is_of_place and not have_other_problems(row, other):
+                    base_score = other["value"]
+            scores.append((task, depth, row["value"], row["n"], base_score))
     return scores
 
 

@@ -353,7 +353,9 @@ def test_results_belong_to_the_best_checkpoint(tmp_path):
     assert " is above the base model's, " in text and "Train with a lower `learning_rate` than 0.1.\n" in text
     assert re.search(rf"(?m)^base model +{base['value']:.5g}\b", tables(text).split("\n\n")[0])
     (ours,) = [row for row in rows if row["metric"] == "eval_loss"]
-    assert ours["n"] == base["n"] == 8
+    assert ours["n"] == base["n"] == 8 and ours["problems"] == base["problems"]
+    (reduction,) = [row for row in rows if row["metric"] == "loss_reduction" and row["task"] == "development"]
+    assert reduction["problems"] == ours["problems"]  # on the same 8 examples
     for folder in (tmp_path, tmp_path / "merged"):
         card = (folder / "README.md").read_text()
         assert f"| Kept weights | {kept} |" in card

@@ -42,6 +42,7 @@ from loopdropout_trainer.reports import (
 from loopdropout_trainer.reports.figures import average_windows, points
 from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.reports.labels import labelled, name_methods
+from loopdropout_trainer.reports.loss_tables import make_loss_tables
 from loopdropout_trainer.reports.plots import GRAY, heat_plot, line_plot, save_figure, space_ticks
 from loopdropout_trainer.reports.result_choice import split_repeated
 from loopdropout_trainer.reports.saved_tables import TableText
@@ -623,6 +624,56 @@ def test_losses_on_other_held_out_examples_have_no_difference(setting, n, tmp_pa
     assert [*tables.loss_table(numbers)["minus LoRA"]] == ["", expected]
     assert ("Losses on other held-out examples than those of LoRA" in sentences) == is_other
     assert numbers["difference"].isna().iloc[1] == is_other
+
+
+@pytest.mark.parametrize(("digests", "changed", "is_other"), [
+    (("a", "b"), {}, True),  # a changed file
+    (("a", "a"), {"train_files": ["y.jsonl"], "max_length": 64}, False),  # the same tokens in another way
+    (("a", None), {}, False),  # of an older version
+    (("a", None), {"max_length": 64}, True),
+])  # fmt: skip
+def test_digests_tell_held_out_examples_apart(digests, changed, is_other, tmp_path, capsys):
+    """Those of the losses of two methods, and of the loss of the base model next to one of them."""
+    recipe = {"train_files": ["x.jsonl"], "split_seed": 1}
+    loss = {"task": "training", "metric": "eval_loss", "n": 60, "value": 2.0}
+    base = {**loss, "method": "base model", "gates": "none", "seed": None, "step": None, "problems": digests[0]}
+    write(tmp_path / "lora", [{**loss, "problems": digests[0]}, base], recipe, method="LoRA")
+    write(tmp_path / "ld", [{**loss, "problems": digests[1]}], {**recipe, **changed}, method="Loop Dropout")
+    numbers = tables.loss_numbers(frames.load_results(tmp_path))
+    texts = tables.loss_table(numbers)["minus LoRA"]
+    assert [text for name, text in texts.items() if "Loop" in name] == [
+        "other held-out examples" if is_other else "+0.0000"
+    ]
+    sentence = (
+        f"The losses of 1 training such as {tmp_path}/ld are on other held-out examples than the loss of the base model, or "
+        "on other tokens of them, so they do not compare with it."
+    )
+    assert (sentence in report_on(tmp_path, capsys)[0]) == is_other
+
+
+def test_seeds_on_changed_held_out_examples_are_left_out(tmp_path, capsys):
+    """As after an edit of the data between the trainings of two seeds. Loss reductions have a table of each set instead."""
+    loss = {"task": "training", "metric": "eval_loss", "n": 60}
+    reduction = {"task": "development", "metric": "loss_reduction", "gates": "loop 1", "loop": 1, "n": 900}
+    depth = {"task": "development", "metric": "depth_loss", "n": 900}
+    for method in ("LoRA", "Loop Dropout"):
+        for seed in (1, 2, 3):
+            facts = {"seed": seed, "value": seed, "problems": f"digest {seed == 3}"}
+            write(tmp_path / method / str(seed), [{**row, **facts} for row in (loss, reduction, depth)], method=method)
+    results = frames.load_results(tmp_path)
+    assert results.attrs["left_out"] == (
+        f"Left out: 2 results in 2 folders such as {tmp_path}/LoRA/3, because other held-out losses of the same method are on "
+        "other held-out examples, or on other tokens of them, so they have no common mean. The files or data sets have "
+        "changed between the trainings. Train all seeds on the same ones."
+    )
+    assert [*tables.loss_numbers(results)["mean"]] == [1.5, 1.5]
+    examples = ["held-out examples (900 tokens)", "held-out examples, set 2 (900 tokens)"]
+    assert [*tables.split_reductions(results)] == [f"{name} at K = 4" for name in examples]
+    for name, table in zip(examples, make_loss_tables(results), strict=True):
+        assert table.title.startswith(f"Loss on {name} with K loops")
+    losses = results.query("metric == 'depth_loss' and method == 'LoRA'")
+    others = losses[losses["problem_set"] == "900 digest True"]
+    assert tables.compare(losses.drop(others.index), others).text() == "other held-out examples"
 
 
 def test_report_compares_problems_of_a_single_seed(tmp_path):

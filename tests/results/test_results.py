@@ -21,6 +21,7 @@ from loopdropout_trainer.results.run_files import (
     write_run,
 )
 from loopdropout_trainer.results.sweep_folder import update_summary
+from loopdropout_trainer.saving.cards import _scores
 from loopdropout_trainer.settings.recipe import dump_recipe
 
 
@@ -53,6 +54,14 @@ def test_losses_on_other_examples_stay(tmp_path):
     assert [[*table.texts.index] for table in tables] == [["base model", "LoRA", "CoTo"], ["base model", "LoRA"]]
     write_results(tmp_path, [{**loss, "n": 30}], step=10)  # of the training, which has one number for each
     assert [row["n"] for row in read_lines(tmp_path / "results.jsonl") if row["method"] == "LoRA"] == [30]
+
+
+@pytest.mark.parametrize("digest", ["former", None])
+def test_card_compares_with_the_base_model_on_the_same_problems(digest):
+    base = {**ROW, "method": "base model", "gates": "none", "value": 20.0, "problems": digest}
+    scores = _scores([{**ROW, "problems": "present"}, base, {**ROW, "num_loops": 2}, {**base, "num_loops": 2, "n": 8}])
+    of_base = 20.0 if digest is None else None
+    assert scores == [("gsm8k", 4, 70.0, 100, of_base), ("gsm8k", 2, 70.0, 100, None)]
 
 
 def write_rows(folder, method):

@@ -18,7 +18,7 @@ from loopdropout_trainer.gates.depth import sample_depth
 from loopdropout_trainer.jobs.progress import JobProgressCallback, SampleCompletionsCallback
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results.run_files import read_results
-from loopdropout_trainer.results.training_results import training_results
+from loopdropout_trainer.results.training_results import describe_held_out_examples, training_results
 from loopdropout_trainer.saving.checkpoints import read_history
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.terminal import format_value
@@ -216,7 +216,43 @@ def test_training_in_python_leaves_its_results(make_sft, dataset):
         # The training loss is measured under the gates of the rule, and the held-out loss at gates of 1.
         assert results["train_loss"]["gates"] == "drawn" and results["eval_loss"]["gates"] == "unit"
         assert results["eval_loss"]["value"] == logged(trainer, "eval_loss")[-1]
+        held_out = {name: results["eval_loss"][name] for name in ("n", "problems")}
+        assert held_out == describe_held_out_examples(trainer) and held_out["n"] == 4
         assert find_source(folder).columns["method"] == "Loop Dropout"
+
+
+def test_digest_of_held_out_examples_depends_on_tokens_and_labels_only(make_sft, dataset):
+    """So packing, the size and the order of batches do not matter, but other tokens and labels do."""
+
+    def digest(trainer):
+        return describe_held_out_examples(trainer).get("problems")
+
+    trainer = make_sft()
+    own, collate = digest(trainer), trainer.data_collator
+    packed = {"packing": True, "eval_packing": True, "packing_strategy": "bfd", "max_length": 64}
+    assert [digest(make_sft(**fields)) for fields in ({"padding_free": True, "max_length": None}, packed)] == [
+        own,
+        own,
+    ]
+    trainer.args.per_device_eval_batch_size = 3
+    trainer.eval_dataset = dataset.select([3, 2, 1, 0])
+    assert digest(trainer) == own
+    trainer.eval_dataset = dataset.select([0, 1, 2, 4])
+    others = [digest(trainer), digest(make_sft(completion_only_loss=False))]
+    trainer.eval_dataset = dataset.select(range(4))
+    state = torch.get_rng_state()
+    for mask in (lambda labels: labels == labels[labels != -100].max(), lambda labels: torch.rand(labels.shape) < 0.5):
+
+        def mask_labels(rows, mask=mask):
+            batch = collate(rows)
+            return {**batch, "labels": batch["labels"].masked_fill(mask(batch["labels"]), -100)}
+
+        trainer.data_collator = mask_labels
+        others.append(digest(trainer))
+    assert others[-1] is None and torch.equal(torch.get_rng_state(), state)  # of random labels
+    assert len({own, *others}) == 5
+    trainer.data_collator, trainer.eval_dataset = collate, dataset.to_iterable_dataset()
+    assert describe_held_out_examples(trainer) == {}
 
 
 def test_logged_numbers_of_tokens_have_all_digits():

@@ -17,6 +17,7 @@ from helpers.trainers import Recording, assert_same_weights, logged, unlisted_me
 from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, default_peft_config, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout, make_rule
 from loopdropout_trainer.lora import add_gates
+from loopdropout_trainer.results.training_results import describe_held_out_examples
 from loopdropout_trainer.saving.source import find_source
 
 
@@ -104,6 +105,16 @@ def test_unit_gates_train_as_trl(make, fields):
     assert_same_weights(ours, theirs)
     assert logged(ours, "eval_loss") == logged(theirs, "eval_loss")
     assert unlisted_metrics(ours) == set()
+
+
+def test_digest_of_held_out_pairs(make):
+    """It does not depend on the size of the batches, and tells the chosen answer from the rejected one."""
+    trainer = make()
+    own = describe_held_out_examples(trainer)
+    trainer.args.per_device_eval_batch_size = 3
+    assert describe_held_out_examples(trainer) == own and own["n"] == len(PAIRS)
+    trainer.eval_dataset = PAIRS.rename_columns({"chosen": "rejected", "rejected": "chosen"})
+    assert describe_held_out_examples(trainer)["problems"] != own["problems"]
 
 
 def test_split_into_micro_batches_keeps_weights(make):
