@@ -14,8 +14,8 @@ from loopdropout_trainer.results.run_files import (
     DIAGNOSTIC_METRICS,
     is_of_base,
     is_of_training,
+    is_run_folder,
     measurement_key,
-    read_run,
     weights_of,
 )
 from loopdropout_trainer.results.sweep_folder import RUN_NAME, folder_of_run
@@ -85,11 +85,11 @@ def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
     Args:
         rows: Results of `read_results` with the column `run`, the folder of their training.
     """
-    # A folder is a run's if it has a result of a training, even if only the held-out loss of the base model is left of it, or
-    # the status of a run, which may have failed after it had measured the base model.
+    # A folder is a run's if it has a result of a training, even if only the held-out loss of the base model is left of it. A
+    # run that measures the base model before its training, or has failed since, has no such result.
     run_folders = {row["folder"] for row in rows if row["task"] == "training"}
     for folder in {row["folder"] for row in rows} - run_folders:
-        if read_run(folder):
+        if is_run_folder(folder):
             run_folders.add(folder)
     is_own = [row["folder"] in run_folders and not row.get("adapter") for row in rows]
     own_keys = {measurement_key(row) for row, own in zip(rows, is_own, strict=True) if own}

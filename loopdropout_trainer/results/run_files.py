@@ -29,7 +29,9 @@ from loopdropout_trainer.files import (
     write_file,
 )
 from loopdropout_trainer.hints import folder_hint
+from loopdropout_trainer.settings.command_fields import TRAININGS
 from loopdropout_trainer.settings.field_hints import FORMER_NAMES
+from loopdropout_trainer.settings.read_yaml import read_yaml_file
 from loopdropout_trainer.settings.recipe import load_recipe
 from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
 
@@ -286,6 +288,15 @@ def measurement_folder(output_dir: str | Path, name: str) -> str:
     if is_run:
         return str(Path(output_dir, name))
     return str(output_dir)
+
+
+def is_run_folder(folder: str | Path) -> bool:
+    """Return whether a folder is the one of a training, also before its first step, when it may measure the base model."""
+    if Path(folder, RUN_FILE).is_file() or Path(folder, SETTINGS_FILE).is_file():
+        return True
+    path = Path(folder, RECIPE_FILE)
+    own_recipe = read_yaml_file(path, f"The recipe of {folder}") if path.is_file() else None
+    return isinstance(own_recipe, dict) and own_recipe.get("command") in TRAININGS
 
 
 def recipe_path(folder: str | Path) -> Path:

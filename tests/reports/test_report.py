@@ -2376,14 +2376,23 @@ def test_own_table_finds_a_method_by_each_of_its_names(tmp_path, capsys, name):
         table_files.find(frames.load_results(tmp_path), {"method": "Late halves"})
 
 
-def test_base_model_of_a_failed_training_is_not_measured_again(tmp_path):
-    """A training that failed after it had measured the base model has no other results, and leaves none out."""
+STARTED = {
+    "failed": lambda run: write_run(run, status="failed"),
+    "in a sweep": lambda run: dump_recipe({"rule": "lora"}, run / "sweep_recipe.yaml"),
+    "of a command": lambda run: dump_recipe({"command": "sft", "rule": "lora"}, run / "recipe.yaml"),
+}
+"""How a folder becomes one of a run, before or without a training."""
+
+
+@pytest.mark.parametrize("start", STARTED)
+def test_base_model_before_a_training_is_not_measured_again(tmp_path, start):
+    """A run that measures the base model, before its training or until it failed, has no other results and leaves none out."""
     base = {"method": "base model", "gates": "none", "seed": None, "value": 1.0}
     write(tmp_path / "a", [{"metric": "eval_loss", "task": "training", "value": 2.0}, base], {"rule": "lora"})
     write(tmp_path / "b", [base], {"rule": "lora"})
     shown, repeated = split_repeated(read_results(tmp_path / "a", tmp_path / "b"))
     assert (len(shown), len(repeated)) == (2, 1)  # without a status, it is another measurement
-    write_run(tmp_path / "b", status="failed")
+    STARTED[start](tmp_path / "b")
     shown, repeated = split_repeated(read_results(tmp_path / "a", tmp_path / "b"))
     assert (len(shown), len(repeated)) == (3, 0)
 
