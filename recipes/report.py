@@ -40,6 +40,7 @@ from loopdropout_trainer.reports.labels import name_methods
 from loopdropout_trainer.reports.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
 from loopdropout_trainer.reports.missing_base import describe_missing_base, describe_missing_base_loss
 from loopdropout_trainer.reports.printing import making_report, shorten_folders
+from loopdropout_trainer.reports.progress import leave_out_unmeasured
 from loopdropout_trainer.reports.rest import describe_other_gates, describe_rest
 from loopdropout_trainer.reports.saved_tables import TableText, describe_sizes, save_layout, save_table
 from loopdropout_trainer.reports.table_files import Missing, Misspelled, build_table
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
         if not specs:
             summarize(final, output_dir, has_left_out=len(final) < len(results))
             report_comparison(args.folders, output_dir, final)
-        left_out = [*results.attrs["left_out"].splitlines(), *describe_left_out_runs(results, final)]
+        left_out = [*results.attrs["left_out"].splitlines(), *describe_left_out_runs(results, final, args.folders)]
         if left_out:
             print_sentences("", *left_out)  # after the tables, which are the answer
 
@@ -292,7 +293,7 @@ def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:
     title = LOSS_TITLE
     if name_loss_unit(results.loc[results["metric"] == "eval_loss", "run"].unique()) != PER_TOKEN:
         title = title.replace(f"in {PER_TOKEN}", "per pair")
-    text = TableText(fit_title(title, numbers), about, describe_missing_base_loss(results))
+    text = TableText(fit_title(title, numbers), about, describe_missing_base_loss(leave_out_unmeasured(results)))
     save_table(numbers, loss_table(numbers), text, output_dir / "held_out_loss")
     return True
 

@@ -34,6 +34,7 @@ from loopdropout_trainer.jobs.runs import TRAINING_TYPES
 from loopdropout_trainer.own_code import IMPORTED
 from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results.run_files import DEVELOPMENT, is_finished, write_run
+from loopdropout_trainer.results.run_states import is_measured
 from loopdropout_trainer.results.sweep_folder import SweepRun, describe_interruption, update_summary
 from loopdropout_trainer.results.sweep_scores import NON_FINITE, find_accuracy, name_score, read_score
 from loopdropout_trainer.settings.arguments import ModelArguments, option
@@ -269,9 +270,8 @@ class Sweep:
             raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
         score = self.score(run)
         has_score = run.selects and score is not None
-        # A run may have further results, of fields that are no longer set.
-        is_measured = is_finished(folder) and not compare_recipes(saved, new, fields=new)
-        is_done = (is_measured or has_score or score == NON_FINITE) and not is_outdated(self, run)
+        has_results = is_measured(folder, saved, new) or has_score or score == NON_FINITE
+        is_done = has_results and not is_outdated(self, run)
         if is_done:
             self.done[run] = imports
         return is_done
@@ -333,9 +333,9 @@ class Sweep:
         settings = self.run_settings(run)
         if find_uncounted_code(self, folder) is not None:
             settings["resume_from_checkpoint"] = "false"  # its checkpoints are of the former code
-        dump_recipe(settings, folder / SETTINGS_FILE)
-        if is_finished(folder):
+        if is_finished(folder):  # before its new recipe is there, by which a finished run counts as measured
             write_run(folder, status="trained")
+        dump_recipe(settings, folder / SETTINGS_FILE)
         launcher = shlex.split(self.launcher) or [sys.executable]
         imports = ["--import", *IMPORTED] if IMPORTED else []
         # Settings that can run code must not come from a recipe. The user gave them to the sweep.

@@ -11,7 +11,9 @@ import pandas as pd
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.means import name_means
 from loopdropout_trainer.reports.labels import name_methods
+from loopdropout_trainer.reports.progress import describe_runs, find_sweeps
 from loopdropout_trainer.reports.result_codes import describe_codes
+from loopdropout_trainer.reports.unfinished import UNFINISHED
 from loopdropout_trainer.results.imported_code import find_edited
 from loopdropout_trainer.results.run_files import (
     DEVELOPMENT,
@@ -93,13 +95,21 @@ def _read_rejected(results: pd.DataFrame) -> dict[str, bool]:
     return rejected
 
 
-def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
-    """Return sentences about the results that `final_results` leaves out, choices, unfinished sweeps, and changed code."""
+def describe_left_out_runs(
+    results: pd.DataFrame, final: pd.DataFrame, named: Collection[str | Path] = ()
+) -> list[str]:
+    """Return sentences about the results that `final_results` leaves out, choices, unfinished runs, and changed code.
+
+    Args:
+        results: From `load_results`.
+        final: From `final_results`.
+        named: Folders that the user has named, whose runs and sweeps may have no results yet.
+    """
     trained = results[results["sweep"].notna()]
     kept = final[~is_of_base(final)]  # `final` also keeps the base model's results of rejected runs
     is_final = trained["checkpoint"].isna()  # checkpoints have a sentence of their own
     left_out = {*trained.loc[is_final, "run"]} - {*kept["run"]}
-    folders = sorted({folder_of_run(run) for run in trained["run"]} - {None})
+    folders = sorted({folder_of_run(run) for run in trained["run"]}.union(find_sweeps(named)) - {None})
     lines = []
     for folder in folders:
         for method, reason in describe_unchosen(folder).items():
@@ -117,6 +127,8 @@ def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[s
         if choices:
             lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
         lines += filter(None, [describe_progress(folder), _describe_accepted(folder)])
+    is_unfinished = results["metric"] == UNFINISHED  # of which `load_results` has made a sentence
+    lines += describe_runs(named, {*results.loc[is_unfinished, "folder"]})
     lines += [*describe_codes(final), *_describe_edits(final), *_describe_versions(final)]
     return [*lines, *_describe_mean_gates(final)]
 

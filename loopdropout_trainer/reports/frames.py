@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from loopdropout_trainer.errors import UserError, count, join_command
+from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.reports.base_names import NAME as BASE_NAME
 from loopdropout_trainer.reports.base_names import unify_base_names
@@ -55,6 +55,7 @@ from loopdropout_trainer.reports.other_problems import (
     find_other_problems,
     name_problem_sets,
 )
+from loopdropout_trainer.reports.progress import advise_measuring
 from loopdropout_trainer.reports.recipe_columns import read_column
 from loopdropout_trainer.reports.result_choice import (
     describe_choice_reason,
@@ -136,7 +137,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
         further, unfinished = read_unfinished(folders)
         rows += further
     if not rows:
-        raise UserError(f"There are no results below {', '.join(map(str, folders))}. {_advise_measuring(folders)}")
+        raise UserError(f"There are no results below {', '.join(map(str, folders))}. {advise_measuring(folders)}")
     _set_runs(rows)
     rows, replaced = split_replaced(rows)
     rows, of_choice = split_choices(rows)
@@ -157,20 +158,6 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     )
     results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))
     return results
-
-
-def _advise_measuring(folders: Sequence[str | Path]) -> str:
-    """Return a sentence about how some folders get results. Those of a checkpoint are in the folder of its run."""
-    for folder in map(Path, folders):
-        if is_checkpoint(folder):
-            command = join_command("report", folder.parent, "--checkpoints", "true")
-            return f"The results of an evaluated checkpoint are in the folder of its run: `{command}`."
-        if any(folder.rglob("cache/answers_*.jsonl")):
-            return (
-                "An evaluation there was stopped before its first result. The same `loopdropout evaluate` command continues "
-                "it with the answers that it has kept."
-            )
-    return "Train or evaluate first."
 
 
 def _set_runs(rows: Sequence[dict[str, Any]]) -> None:

@@ -39,7 +39,7 @@ def read_unfinished(folders: Iterable[str | Path]) -> tuple[list[dict[str, Any]]
         row |= {"metric": UNFINISHED, "value": state.global_step, "unit": "step", "task": "training", "gates": "unit"}
         rows.append(row | {"num_loops": source.num_loops, "step": state.global_step, "training": source.training_id})
         sentences.append(
-            f"The training in {run} has not ended, so it has no results. Its losses are those of {Path(checkpoint).name}, of "
-            f"{count(state.max_steps, 'step')} in all."
+            f"The training in {run} has not ended, so it has no results. Its newest checkpoint is {Path(checkpoint).name}, of "
+            f"{count(state.max_steps, 'step')} in all, and a figure of losses ends there."
         )
     return rows, sentences

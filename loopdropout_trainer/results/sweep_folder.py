@@ -5,7 +5,6 @@ A run is in `METHOD/lr_X/seed_S` of the folder. Several sweeps can share a folde
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
@@ -13,23 +12,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.errors import count, join_command
-from loopdropout_trainer.files import lock_file, lock_path, read_json_object, write_file
+from loopdropout_trainer.files import lock_file, read_json_object, write_file
 from loopdropout_trainer.results.failures import describe_failures
 from loopdropout_trainer.results.run_files import has_trained
+from loopdropout_trainer.results.run_states import describe_running, is_measured, is_running, name_runs
 from loopdropout_trainer.results.sweep_scores import NON_FINITE, read_score
-from loopdropout_trainer.settings.recipe_folders import list_runs
+from loopdropout_trainer.settings.recipe import load_recipe
+from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE, list_runs
 
 
 SUMMARY_FILE = "summary.json"
 """File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings`, `finished`, `failed`,
-`waiting`, `ended`, `other_code` and `run_seconds` (by the kind of a run) by method, the table `accuracy`, and the methods of
-each sweep in the folder, `sweeps`.
+`waiting`, `ended`, `other_code`, `measure` (the fields of the measurements of final runs) and `run_seconds` (by the kind of a
+run) by method, the table `accuracy`, and the methods of each sweep in the folder, `sweeps`.
 
 If all `trainings` have ended, the method may still not be `finished`, because measurements are missing.
 """
-
-LOCK = "sweep.lock"
-"""File in the folder of a run that the sweep locks which trains it."""
 
 RUN_NAME = r"^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_"
 """Beginning of the `run_name` of a sweep's run, "SWEEP/METHOD/lr_X/seed_S": the sweep, and its name of the method."""
@@ -50,29 +48,6 @@ class SweepRun(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.method}/lr_{self.learning_rate:.6g}/seed_{self.seed}"
-
-
-def is_running(folder: Path) -> bool:
-    """Return whether a process trains the run in a folder, be it of a sweep or of a command of its own."""
-    for path in (folder / LOCK, lock_path(folder, "folder")):
-        if not path.exists():
-            continue
-        try:
-            with open(path) as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # the file system has no locks, or the folder is another user's
-            return False
-    return False
-
-
-def describe_running(number: int) -> str:
-    """Return the words about a number of runs that processes train or measure now, or "" without any."""
-    if not number:
-        return ""
-    verb = "is" if number == 1 else "are"
-    return f"{count(number, 'run')} {verb} being trained or measured now"
 
 
 def folder_of_run(run: str | Path) -> Path | None:
@@ -264,7 +239,7 @@ def describe_progress(folder: str | Path) -> str:
     sweeps = list_sweeps(summary)
     sentences = []
     for methods in sweeps:
-        running = describe_running(_count_running(folder, methods))
+        running = describe_running(folder, _list_running(folder, methods))
         title = "The sweep"
         if len(sweeps) > 1:
             title += f" of {', '.join(methods)}"
@@ -277,9 +252,42 @@ def describe_progress(folder: str | Path) -> str:
     return " ".join(sentences)
 
 
-def _count_running(folder: str | Path, methods: Collection[str]) -> int:
-    """Return the number of runs of some methods that processes train or measure now."""
-    return sum(is_running(run) for run in list_runs(folder) if run.parents[1].name in methods)
+def _list_running(folder: str | Path, methods: Collection[str]) -> list[str]:
+    """Return the names of the runs of some methods that processes train or measure now."""
+    names = []
+    for run in list_runs(folder):
+        if run.parents[1].name in methods and is_running(run):
+            names.append(run.relative_to(folder).as_posix())
+    return names
+
+
+def lacks_measurements(run: str | Path) -> bool:
+    """Return whether the training of a run has ended, and its own recipe or that of its sweep asks for further measurements.
+
+    A report, the progress of a sweep and its sentences decide it here. A sweep's plan also knows changed benchmarks.
+    """
+    run = Path(run)
+    if not has_trained(run):
+        return False
+    sweep, method = folder_of_run(run), run.parent.parent.name
+    summary = read_summary(sweep) if sweep is not None else {}
+    if method not in summary.get("measure", {}):  # of no sweep, or of one that an older version has started
+        return not is_measured(run, {}, {})
+    if not _is_final(summary, run):
+        is_choosing = summary["choices"][method]["best"] is None
+        return is_choosing and read_score(run, find_choosing_task(summary, method)) is None
+    path = run / SETTINGS_FILE
+    saved = load_recipe(path) if path.is_file() else {}
+    return not is_measured(run, saved, summary["measure"][method])
+
+
+def _is_final(summary: dict[str, dict[str, Any]], run: Path) -> bool:
+    """Return whether a run of a sweep has the chosen learning rate, or any of a full grid."""
+    method = run.parent.parent.name
+    if summary.get("full_grid", {}).get(method):
+        return True
+    best = summary["choices"][method]["best"]
+    return best is not None and run.parent.name == f"lr_{best:.6g}"
 
 
 def describe_other_code_fix(can_accept: bool) -> str:
@@ -325,25 +333,31 @@ def _describe_missing(
     finished = summary.get("finished", {})
     trainings = {method: numbers for method, numbers in summary.get("trainings", {}).items() if method in methods}
     num_removed = sum(_count_removed(folder, summary, method) for method in trainings)
-    # The sweep itself decides it. The summary of an older version has the numbers only.
-    if not num_removed and all(finished.get(method, ended == total) for method, (ended, total) in trainings.items()):
-        return ""
     uncounted = _list_uncounted(folder, summary, methods)
+    failed = _list_failed(folder, summary, methods)
+    unmeasured = _list_unmeasured(folder, summary, methods)
+    # The sweep itself decides it. The summary of an older version has the numbers only.
+    are_finished = all(finished.get(method, ended == total) for method, (ended, total) in trainings.items())
+    if are_finished and not num_removed and not unmeasured:
+        return ""
     num_ended = sum(ended for ended, _ in trainings.values()) + len(uncounted) - num_removed
     total = sum(number for _, number in trainings.values())
     missing = ""
-    if uncounted and not counts_soon:
-        missing = f", with {', '.join(uncounted)}, which the sweep has not counted yet"
-    elif num_ended == total:
+    measured = [name for name in uncounted if name not in unmeasured]
+    if measured and not counts_soon:
+        missing = f", with {', '.join(measured)}, which the sweep has not counted yet"
+    to_measure = [name for name in unmeasured if name not in failed]  # the others are named below
+    if to_measure:
+        missing += f", but measurements of {name_runs(to_measure)} are missing"
+    elif num_ended == total and not missing:
         missing = ", but measurements are missing"
     remarks = f" ({count(num_removed, 'folder')} removed since)" if num_removed else ""
-    failed = _list_failed(folder, summary, methods)
-    unmeasured = [name for name in failed if has_trained(Path(folder, name))]
-    untrained = [name for name in failed if name not in unmeasured]
+    failed_later = [name for name in failed if has_trained(Path(folder, name))]
+    untrained = [name for name in failed if name not in failed_later]
     if untrained:
         remarks += f" (failed: {', '.join(untrained)})"
-    if unmeasured:
-        remarks += f" (trained, and failed in the measurement: {', '.join(unmeasured)})"
+    if failed_later:
+        remarks += f" (trained, and failed in the measurement: {', '.join(failed_later)})"
     other_code = _chain(summary, "other_code", methods)
     if other_code:
         remarks += f" (of an earlier `--import` file, and not counted: {', '.join(other_code)})"
@@ -357,6 +371,12 @@ def _list_uncounted(folder: str | Path, summary: dict[str, dict[str, Any]], meth
     """
     waiting = _chain(summary, "waiting", methods)
     return [name for name in waiting if has_trained(Path(folder, name))]
+
+
+def _list_unmeasured(folder: str | Path, summary: dict[str, dict[str, Any]], methods: Collection[str]) -> list[str]:
+    """Return the names of the runs of some methods that were trained and lack measurements."""
+    trained = [*_chain(summary, "ended", methods), *_list_uncounted(folder, summary, methods)]
+    return [name for name in dict.fromkeys(trained) if lacks_measurements(Path(folder, name))]
 
 
 def _list_failed(folder: str | Path, summary: dict[str, dict[str, Any]], methods: Collection[str]) -> list[str]:
@@ -386,10 +406,8 @@ def _chain(summary: dict[str, dict[str, Any]], name: str, methods: Collection[st
 
 def _describe_others(folder: str | Path, methods: Collection[str]) -> str:
     """Return a sentence about the runs of other processes, with a space behind it, after those of a sweep have ended."""
-    num_running = _count_running(folder, methods)
-    if not num_running:
-        return ""
-    return f"Other processes go on: {describe_running(num_running)}. "
+    running = describe_running(folder, _list_running(folder, methods))
+    return f"Other processes go on: {running}. " if running else ""
 
 
 def describe_interruption(folder: str | Path, methods: Collection[str]) -> str:

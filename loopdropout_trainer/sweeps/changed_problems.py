@@ -7,9 +7,9 @@ from typing import Any
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.jobs.changed_benchmarks import find_changed_benchmarks
 from loopdropout_trainer.results.run_files import is_finished
+from loopdropout_trainer.results.run_states import name_runs
 from loopdropout_trainer.results.sweep_folder import SweepRun
 from loopdropout_trainer.sweeps.code import find_uncounted_code
-from loopdropout_trainer.sweeps.counts import name_runs
 
 
 def find_changed_problems(sweep: Any, run: SweepRun) -> list[str]:

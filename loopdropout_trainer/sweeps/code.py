@@ -22,7 +22,8 @@ from loopdropout_trainer.results.imported_code import (
     list_imported_files,
 )
 from loopdropout_trainer.results.run_files import has_trained, read_used_imports
-from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_other_code_fix, is_running, read_summary
+from loopdropout_trainer.results.run_states import is_running
+from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_other_code_fix, read_summary
 from loopdropout_trainer.settings.recipe_folders import list_runs
 from loopdropout_trainer.sweeps.own_runs import list_own_folders
 

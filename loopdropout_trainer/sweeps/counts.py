@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.results.failures import FAILED, describe_failures, name_log
+from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED
 from loopdropout_trainer.results.run_files import has_trained
-from loopdropout_trainer.results.sweep_folder import SweepRun, is_running
+from loopdropout_trainer.results.run_states import is_running, name_runs
+from loopdropout_trainer.results.sweep_folder import SweepRun
 from loopdropout_trainer.settings.recipe_folders import list_runs
 from loopdropout_trainer.sweeps.code import find_other_results, has_other_results
 from loopdropout_trainer.sweeps.own_runs import list_own_folders
-
-
-_MOST_NAMES = 6
-"""Number of runs that a sentence names."""
-
-
-def name_runs(names: Sequence[str]) -> str:
-    """Return the names of runs as a list in words, which has the first ones if there are many."""
-    text = ", ".join(names[:_MOST_NAMES])
-    if len(names) > _MOST_NAMES:
-        text += f" and {len(names) - _MOST_NAMES} more"
-    return text
 
 
 def read_progress(sweep: Any) -> dict[str, dict[str, Any]]:
@@ -39,7 +29,13 @@ def read_progress(sweep: Any) -> dict[str, dict[str, Any]]:
         "failed": name_failed(sweep),
         "waiting": name_waiting(sweep),
         "ended": name_ended(sweep),
+        "measure": {method: _find_measurements(recipes.final) for method, recipes in sweep.recipes.items()},
     }
+
+
+def _find_measurements(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a recipe that say what is measured."""
+    return {name: value for name, value in recipe.items() if name in MEASURED - UNCOMPARED}
 
 
 def count_by_method(sweep: Any) -> dict[str, tuple[int, int]]:

@@ -32,7 +32,8 @@ from loopdropout_trainer.jobs.training_data import (
     load_sweep_examples,
 )
 from loopdropout_trainer.results.run_files import is_of_training, read_own_results
-from loopdropout_trainer.results.sweep_folder import ACCEPT, describe_running, is_running
+from loopdropout_trainer.results.run_states import describe_running, is_running
+from loopdropout_trainer.results.sweep_folder import ACCEPT
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.settings.recipe import build_part
 from loopdropout_trainer.sweeps.changed_problems import describe_changed_problems
@@ -74,7 +75,7 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
             f"{num_ended} of {count(total, 'training')} have ended. `--dry_run true` prints the plan."
         )
         return
-    plan["running"] = describe_running(len(running))
+    plan["running"] = describe_running(sweep.output_dir, running)
     if command is not None:  # else the sweep prints it before its first training
         other_code = [describe_planned_acceptance(sweep), describe_other_results(sweep)]
         plan["failed"] = describe_earlier_failures(sweep)

@@ -27,6 +27,7 @@ from helpers.errors import user_error
 from helpers.files import ROOT, load_script, write_lines
 from helpers.results import expected_results
 from loopdropout_trainer.diagnostics import compare_answers
+from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.reports import (
     figure_files,
     figures,
@@ -2589,7 +2590,7 @@ def test_losses_of_a_stopped_training_are_drawn(tmp_path, make_sft, capsys):
     report.main([str(folder)])
     text = capsys.readouterr().out
     assert (
-        f"The training in {folder} has not ended, so it has no results. Its losses are those of checkpoint-2, of 3"
+        f"The training in {folder} has not ended, so it has no results. Its newest checkpoint is checkpoint-2, of 3"
         in text
     )
     assert "Wrote" in text and "There is no" not in text
@@ -2598,6 +2599,44 @@ def test_losses_of_a_stopped_training_are_drawn(tmp_path, make_sft, capsys):
     results = frames.load_results(tmp_path)
     assert "unfinished_at" not in {*results["metric"]} and results.attrs["left_out"] == ""
     assert figures.loss_curves(results)["step"].tolist() == [1, 2, 3]
+
+
+def test_report_says_which_runs_are_not_finished(tmp_path, capsys):
+    """Also without any result, while the first run trains. The runs of a sweep are in the sentence about the sweep."""
+    sweep_folder, run = tmp_path / "sweep", tmp_path / "sweep/lora/lr_0.001/seed_1"
+    update_summary(sweep_folder, ["lora"], trainings={"lora": [0, 2]}, finished={"lora": False})
+    run.mkdir(parents=True)
+    dump_recipe({"rule": "lora"}, run / "sweep_recipe.yaml")
+    with user_error(f"The sweep in {sweep_folder} is not finished: 0 of 2 trainings have ended. The same"):
+        frames.load_results(run)
+    with lock_folder(run), lock_folder(tmp_path / "begun"), user_error("report again when the first") as caught:
+        frames.load_results(tmp_path)
+    text = str(caught.value)
+    assert re.search(rf"A process trains or measures in {tmp_path}/begun now, since \d\d:\d\d\. The", text), text
+    assert re.search(r"running: 1 run is .* \(lora/lr_0.001/seed_1 since \d\d:\d\d\)", text)
+    assert str(run) not in text
+
+
+STATES = {
+    "finished": "",
+    "trained": " has ended, but measurements are missing. The same command adds them, without training again.",
+    "training": " has not ended. The same command with `--resume_from_checkpoint true` continues it.",
+    "non-finite": " has stopped, because a gradient was not finite.",
+}
+"""What a report says about a training of its own by the status in its `run.json`."""
+
+
+@pytest.mark.parametrize("status", STATES)
+def test_report_says_that_measurements_are_missing(tmp_path, capsys, status):
+    loss = {"metric": "eval_loss", "task": "training", "value": 1.0}
+    folder = tmp_path / "run"
+    write(folder, [loss], {"command": "sft", "evaluate_base": False, "rule": "lora"})
+    write_run(folder, status=status)
+    text, _ = report_on(folder, capsys)
+    assert f"The training in {folder}{STATES[status]}" in text or status == "finished", text
+    assert ("The training in" in text) == (status != "finished")
+    # The missing measurements may have the base model, too.
+    assert ("loss of the base model is missing" in text) == (status != "trained"), text
 
 
 def test_report_names_trainings_of_trained_weights(tmp_path, make_sft, capsys):

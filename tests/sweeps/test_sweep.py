@@ -418,8 +418,35 @@ def test_sweep_itself_says_if_it_is_finished(lab, capsys):
     text = "4 of 4 trainings have ended, but measurements are missing (failed: lora/lr_0.02/seed_101). The same"
     assert text in describe_progress(other)
     lab.set_world()
-    lab.run(output_dir=other)
+    made = lab.run(output_dir=other)
     assert describe_progress(other) == ""
+    run = SweepRun("lora", 0.02, 101, False)
+    write_run(made.folder(run), status="trained")  # as after a kill in a later measurement
+    text = "4 of 4 trainings have ended, but measurements of lora/lr_0.02/seed_101 are missing. The same"
+    assert text in describe_progress(other) and made.count() == (4, 4)
+
+
+def test_progress_names_runs_that_lack_measurements(lab):
+    """Between the choice and the measurement of the chosen run, and in the measurement of a run that chooses."""
+    made = lab.sweep()
+    for run in made.pending():
+        subprocess.run(made.command(run), check=True)
+    made.save_progress()
+    chosen = SweepRun("lora", 0.02, 101, False)
+    text = "3 of 4 trainings have ended, but measurements of lora/lr_0.02/seed_101 are missing. The same"
+    assert text in describe_progress(lab.out)
+    with patch.object(sweep, "dump_recipe", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        made.command(chosen)  # killed before the recipe of the measurement is there
+    assert text in describe_progress(lab.out) and chosen in lab.sweep().pending()
+    subprocess.run(made.command(chosen), check=True)
+    assert "3 of 4 trainings have ended. The same" in describe_progress(lab.out)
+    first = lab.out / "lora/lr_0.01/seed_101"
+    write_run(first, status="trained")
+    assert "3 of 4 trainings have ended. The same" in describe_progress(lab.out)  # it has its score
+    summary = read_summary(lab.out)
+    update_summary(lab.out, choices={"lora": {**summary["choices"]["lora"], "best": None}})
+    (first / "results.jsonl").unlink()
+    assert "but measurements of lora/lr_0.01/seed_101 are missing" in describe_progress(lab.out)
 
 
 def test_plan_bounds_the_tokens_that_are_not_counted(lab, capsys, monkeypatch):
@@ -1672,7 +1699,8 @@ def test_commands_leave_out_runs_that_other_processes_train(lab, capsys):
     assert [path.name for path in (lab.out / first.name).iterdir()] == ["sweep.lock"]  # looking for a lock makes none
     with lock_folder(lab.out / second.name):
         sweep.main([*words[:-2], "--dry_run", "true"])
-    assert "\nrunning         1 run is being trained or measured now\n" in capsys.readouterr().out
+    running = rf"\nrunning +1 run is being trained or measured now \({second.name} since \d\d:\d\d\)\n"
+    assert re.search(running, capsys.readouterr().out)
     with lock_folder(lab.out / second.name):  # a further task of an array does not print the plan again
         sweep.print_sweep_plan(lab.sweep())
     joins = f"This process joins the sweep in {lab.out}, where others train 1 run now: 0 of 4 trainings have ended."
@@ -1980,11 +2008,10 @@ def test_progress_counts_a_training_that_ended_after_its_sweep(lab):
     with lock_folder(made.folder(run)):  # another process trains or measures it
         text = describe_progress(lab.out)
         stop = describe_interruption(lab.out, ["lora"])
-    assert text.endswith(
-        "3 of 4 trainings have ended. The sweep is running: 1 run is being trained or measured now."
-    ), text
-    running = "Other processes go on: 1 run is being trained or measured now. The same `loopdropout sweep`"
-    assert running in stop and "Other" not in describe_interruption(lab.out, ["lora"])
+    running = r"1 run is being trained or measured now \(lora/lr_0.04/seed_101 since \d\d:\d\d\)\."
+    assert re.search(rf"3 of 4 trainings have ended\. The sweep is running: {running}$", text), text
+    assert re.search(rf"Other processes go on: {running} The same `loopdropout sweep`", stop)
+    assert "Other" not in describe_interruption(lab.out, ["lora"])
     lab.run()
     assert describe_progress(lab.out) == ""
 
