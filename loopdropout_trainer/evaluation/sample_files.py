@@ -23,7 +23,8 @@ def write_samples(path: Path, lines: pd.DataFrame) -> Path:
     """Write the samples of a task to a file, and return its path, with a number if the file has other answers.
 
     Args:
-        path: Path of the file. It is replaced if it has the same answers to the problems that both have.
+        path: Path of the file. It is replaced if it has the same answers to the problems that both have, unless it has all of
+            the new lines and more, as of a larger `benchmark_limit`.
         lines: One line for each problem, with the columns `task`, `doc_id`, `prompt`, `completion` and `answer`.
     """
     text = lines.to_json(orient="records", lines=True, force_ascii=False)
@@ -37,8 +38,15 @@ def write_samples(path: Path, lines: pd.DataFrame) -> Path:
             f"{path} has other answers to these problems, as of another model or another chat template. It is kept, and the "
             f"new answers are in {free.name}. Give each model an `output_dir` of its own."
         )
-    write_file(free, text)
+    if not (free.exists() and _has_more(free.read_text(encoding="utf-8"), text)):
+        write_file(free, text)
     return free
+
+
+def _has_more(former: str, text: str) -> bool:
+    """Return whether a file of samples has all lines of a text and more."""
+    lines, new_lines = {*former.rstrip("\n").split("\n")}, {*text.rstrip("\n").split("\n")}
+    return new_lines < lines
 
 
 def _read_answers(text: str) -> dict[tuple[Any, Any], list[Any]]:

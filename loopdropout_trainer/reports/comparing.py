@@ -18,6 +18,7 @@ from loopdropout_trainer.results.run_files import (
     read_own_results,
     read_run_results,
     read_samples,
+    weights_of,
 )
 
 
@@ -45,13 +46,25 @@ def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops:
     Raises:
         UserError: if a run was not measured on the task at this depth, or the problems differ.
     """
-    result, other = _find_accuracy(folder, task, num_loops), _find_accuracy(baseline, task, num_loops)
+    found = _find_accuracies(folder, task, num_loops)
+    others = _find_accuracies(baseline, task, num_loops)
+    result, other = _pair(found, others)
     if have_other_problems(result, other):
         raise UserError(
             f"Both runs must be measured on the same problems of {task}, but {folder} has {result['n']} and {baseline} has "
             f"{other['n']} problems, which are not the same. {EVALUATE_AGAIN}"
         )
     return compare_answers(read_samples(result), read_samples(other))
+
+
+def _pair(results: list[dict[str, Any]], others: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a result of each of two lists on the same problems, and of several such pairs that on most problems.
+
+    `evaluate` keeps a result for each `benchmark_limit`. Without a common one, those on most problems are returned.
+    """
+    pairs = [(result, other) for result in results for other in others]
+    pairs.sort(key=lambda pair: (not have_other_problems(*pair), pair[0]["n"], pair[1]["n"]))
+    return pairs[-1]
 
 
 def _list_accuracies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -79,14 +92,15 @@ def compare_folders(folders: Sequence[str]) -> pd.DataFrame:
     if all(measured.values()):
         baseline = measured[folders[-1]]
     for place in sorted(baseline):
-        others = read_samples(baseline[place])
         rows = {folder: own[place] for folder, own in measured.items() if place in own}
         if len(rows) == 1:  # of the baseline alone
             continue
-        for folder, row in rows.items():
+        others = _choose_baseline(rows, folders[-1])
+        for folder, own in rows.items():
+            row, other = _pair(own, others)
             comparison = None
-            if folder != folders[-1] and not have_other_problems(row, baseline[place]):
-                comparison = compare_answers(read_samples(row), others)
+            if folder != folders[-1] and not have_other_problems(row, other):
+                comparison = compare_answers(read_samples(row), read_samples(other))
             facts = {
                 "method": row["method"],
                 "seed": row["seed"],
@@ -124,15 +138,39 @@ def _count_trainings(folder: str) -> int:
     return len({(row["method"], row["seed"]) for row in filter(is_of_training, read_own_results(folder))})
 
 
-def _find_comparable(folder: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the accuracy of a run by task and depth, without held-out examples. There is none of several adapters."""
-    accuracies = [row for row in _list_accuracies(read_run_results(folder)) if row["task"] != DEVELOPMENT]
-    by_place = {(row["task"], row["num_loops"]): row for row in accuracies}
-    return by_place if len(by_place) == len(accuracies) else {}  # a folder of `evaluate` can have several adapters
+def _find_comparable(folder: str) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Return the accuracies of a run by task and depth, without held-out examples. There is none of several adapters."""
+    by_place: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in _list_accuracies(read_run_results(folder)):
+        if row["task"] != DEVELOPMENT:
+            by_place.setdefault((row["task"], row["num_loops"]), []).append(row)
+    are_of_one = all(_count_adapters(rows) == 1 for rows in by_place.values())
+    return by_place if are_of_one else {}  # a folder of `evaluate` can have several adapters
 
 
-def _find_accuracy(folder: str | Path, task: str, num_loops: int | None) -> dict[str, Any]:
-    """Return the accuracy of a run on a task with all gates on."""
+def _count_adapters(rows: list[dict[str, Any]]) -> int:
+    """Return the number of adapters that some results are of. One adapter has a result for each `benchmark_limit`."""
+    return len({(row["method"], row.get("seed"), row.get("adapter"), *weights_of(row)) for row in rows})
+
+
+def _choose_baseline(rows: dict[str, list[dict[str, Any]]], baseline: str) -> list[dict[str, Any]]:
+    """Return the result of the baseline on the problems that most of the other runs have, as a list of one result.
+
+    Args:
+        rows: Accuracies of each run at one task and depth.
+        baseline: Run that the others are compared with.
+    """
+
+    def count_pairs(other: dict[str, Any]) -> tuple[int, int]:
+        others = [own for folder, own in rows.items() if folder != baseline]
+        num_pairs = sum(any(not have_other_problems(row, other) for row in own) for own in others)
+        return num_pairs, other["n"]
+
+    return [max(rows[baseline], key=count_pairs)]
+
+
+def _find_accuracies(folder: str | Path, task: str, num_loops: int | None) -> list[dict[str, Any]]:
+    """Return the accuracy of a run on a task with all gates on, one for each number of problems."""
     check_results_folder(folder)
     rows = read_run_results(folder)
     own = _list_accuracies(rows)
@@ -143,13 +181,13 @@ def _find_accuracy(folder: str | Path, task: str, num_loops: int | None) -> dict
         if known:
             depth = known[0]["num_loops"]
     found = [row for row in own if row["task"] == task and row["num_loops"] == depth]
-    if len(found) > 1:
+    if _count_adapters(found) > 1:
         raise UserError(
             f"`folder` and `baseline` must be folders of runs, but {folder} has {len(found)} accuracies on {task} at K = "
             f"{depth}, of several adapters."
         )
     if found:
-        return found[0]
+        return found
     measured = ", ".join(f"{row['task']} at K = {row['num_loops']}" for row in own) or "no task"
     at_depth, words = "", ["evaluate", folder, "--benchmarks", task]
     if depth:

@@ -52,6 +52,7 @@ from loopdropout_trainer.reports.other_problems import (
     OTHER_DATA,
     OTHER_FILE,
     OTHER_LIMIT,
+    OTHER_SIZE,
     find_other_problems,
     name_problem_sets,
 )
@@ -152,6 +153,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
             REPEATED: repeated,
             REPLACED: replaced,
             OTHER_LIMIT: others.get(OTHER_LIMIT, []),
+            OTHER_SIZE: others.get(OTHER_SIZE, []),
             OTHER_FILE: others.get(OTHER_FILE, []),
             OTHER_DATA: others.get(OTHER_DATA, []),
         }

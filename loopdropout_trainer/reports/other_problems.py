@@ -25,6 +25,7 @@ OTHER_FILE = (
     "other results of the same method are on other problems of the task, so they have no common mean. The limit is the same, "
     "so the file or data set of the task has changed between the measurements. Measure all seeds again on the same one."
 )
+OTHER_SIZE = "the same models are also measured on the number of problems that the tables show."
 OTHER_DATA = (
     "other held-out losses of the same method are on other held-out examples, or on other tokens of them, so they have no "
     "common mean. The files or data sets have changed between the trainings. Train all seeds on the same ones."
@@ -142,6 +143,8 @@ def find_other_problems(results: pd.DataFrame, ignored: Collection[str]) -> pd.S
             continue
         is_limited = (others["n"] != kept["n"]) & _have_other_limit(others, kept)
         reasons[others.index[is_limited]] = OTHER_LIMIT
+        has_kept = others["run"].isin(rows.loc[rows["problem_set"] == kept["problem_set"], "run"])
+        reasons[others.index[is_limited & has_kept]] = OTHER_SIZE
     return reasons
 
 

@@ -112,6 +112,16 @@ def have_other_problems(result: Mapping[str, Any], other: Mapping[str, Any]) -> 
     return None not in (ours, others) and ours != others
 
 
+def find_comparable(result: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the last of some results at the same task and depth as a result that compares with it, or None."""
+    found = None
+    for other in others:
+        is_of_place = (other["task"], other["num_loops"]) == (result["task"], result["num_loops"])
+        if is_of_place and not have_other_problems(result, other):
+            found = other
+    return found
+
+
 def name_problems(results: Sequence[Mapping[str, Any]]) -> list[str | None]:
     """Return a text for each result of a task that is the same for the same problems, or None where it is not known.
 
@@ -201,11 +211,11 @@ def _has_samples(result: Mapping[str, Any]) -> bool:
 def _digest_targets(result: Mapping[str, Any]) -> str:
     """Return a digest of the answers in the samples of a result. An unchanged file is read once for a report."""
     folder, name = result["folder"], result["samples"]
-    return _digest_file(folder, name, Path(folder, name).stat().st_mtime_ns)
+    return _digest_file(folder, name, result.get("n"), Path(folder, name).stat().st_mtime_ns)
 
 
 @cache
-def _digest_file(folder: str, name: str, changed: int) -> str:
+def _digest_file(folder: str, name: str, num_problems: int | None, changed: int) -> str:
     """Return the digest of the answers in a file of samples. `changed`: time of its last change, in ns."""
-    samples = read_samples({"folder": folder, "samples": name})
+    samples = read_samples({"folder": folder, "samples": name, "n": num_problems})
     return digest_problems(({}, sample.get("target")) for sample in samples)

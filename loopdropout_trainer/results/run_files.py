@@ -84,8 +84,8 @@ def write_results(
 ) -> None:
     """Add results to `results.jsonl`; a result replaces the older one of the same measurement (`_key`).
 
-    Diagnostics on another number of tokens are another measurement and stay, except for those of the training itself, which
-    measures again with `step`.
+    Diagnostics on another number of tokens and accuracies with another `benchmark_limit` are another measurement and stay,
+    except for those of the training itself, which measures again with `step`.
 
     Args:
         output_dir: folder of the run, created if it is missing.
@@ -102,10 +102,22 @@ def write_results(
             kept = [row for row in kept if row.get("training") in (None, training)]
         by_key = {}
         for row in [*kept, *rows]:
-            is_diagnosed = not step and row.get("metric") in DIAGNOSTIC_METRICS
-            num_tokens = row.get("n") if is_diagnosed else None
-            by_key[_key(row), num_tokens] = row
+            size = None
+            if not step:
+                size = row.get("n") if row.get("metric") in DIAGNOSTIC_METRICS else row.get("limit")
+            by_key[_key(row), size] = row
+        if not step:
+            by_key = _drop_same_problems(by_key)
         write_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in by_key.values()))
+
+
+def _drop_same_problems(by_key: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Return the newest result of each measurement on the same problems, as with a limit that is above their number."""
+    newest = {}
+    for (key, size), row in by_key.items():
+        newest[key, row.get("problems") or size] = (key, size)
+    kept = {*newest.values()}
+    return {place: row for place, row in by_key.items() if place in kept}
 
 
 def read_results(*folders: str | Path) -> list[dict[str, Any]]:
@@ -319,8 +331,19 @@ def _load_recipe(path: Path) -> dict[str, Any]:
 
 
 def read_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the lines of the samples of a result, from its columns `folder` and `samples`."""
-    return _read_lines(Path(result["folder"], result["samples"]))
+    """Return the lines of the samples of a result, from its columns `folder`, `samples` and `n`.
+
+    A file can have more problems than the result, because `evaluate` with a smaller `benchmark_limit` keeps it. Then the
+    lines are those of the first problems of each task.
+    """
+    samples = _read_lines(Path(result["folder"], result["samples"]))
+    num_problems = result.get("n")
+    if num_problems is None or len(samples) <= num_problems:
+        return samples
+    numbers = sorted(sample.get("doc_id", 0) for sample in samples)
+    last = numbers[int(num_problems) - 1]
+    first = [sample for sample in samples if sample.get("doc_id", 0) <= last]
+    return first if len(first) == num_problems else samples
 
 
 def write_run(output_dir: str | Path, **facts: Any) -> None:

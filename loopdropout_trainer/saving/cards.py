@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.hub import is_hub_name
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
-from loopdropout_trainer.results.problems import have_other_problems
+from loopdropout_trainer.results.problems import find_comparable
 from loopdropout_trainer.results.run_files import (
     is_of_base,
     is_of_training,
@@ -272,19 +273,22 @@ def describe_kept_checkpoint(folder: str | Path) -> str | None:
 
 
 def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
-    """Return (task, depth, score, n, score of the base model) for each task and depth evaluated at unit gates."""
+    """Return (task, depth, score, n, score of the base model) for each task and depth evaluated at unit gates.
+
+    Of several results of `evaluate` with other limits, it is the one on most problems.
+    """
     accuracies = [row for row in results if row["metric"] == "accuracy"]
     of_base = [row for row in accuracies if is_of_base(row)]
-    scores = []
+    by_place: dict[tuple, dict[str, Any]] = {}
     for row in accuracies:
         if row["gates"] == "unit":
-            task, depth = row["task"], row["num_loops"]
-            base_score = None
-            for other in of_base:
-                is_of_place = (other["task"], other["num_loops"]) == (task, depth)
-                if is_of_place and not have_other_problems(row, other):
-                    base_score = other["value"]
-            scores.append((task, depth, row["value"], row["n"], base_score))
+            place = row["task"], row["num_loops"]
+            by_place[place] = max(by_place.get(place, row), row, key=itemgetter("n"))
+    scores = []
+    for place, row in by_place.items():
+        other = find_comparable(row, of_base)
+        base_score = None if other is None else other["value"]
+        scores.append((*place, row["value"], row["n"], base_score))
     return scores
 
 

@@ -29,7 +29,7 @@ from loopdropout_trainer.evaluation.plan import Setting, print_evaluation_plan
 from loopdropout_trainer.jobs.changed_benchmarks import load_problems
 from loopdropout_trainer.jobs.measuring import evaluate as measure_tasks
 from loopdropout_trainer.reports.printing import print_evaluation
-from loopdropout_trainer.results.run_files import read_recipe, read_results
+from loopdropout_trainer.results.run_files import read_recipe, read_results, read_samples
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
 
@@ -335,7 +335,7 @@ def test_chat_prompts_have_a_system_turn(tokenizer, tmp_path, monkeypatch, is_ow
 
 
 def test_samples_of_another_model_are_kept(tokenizer, tmp_path, log):
-    """An equal model replaces its own file, also with more problems. The third evaluation is again that of the first model."""
+    """An equal model replaces its own file with the same or more problems. The third one is again that of the first model."""
     task = own_benchmark("capitals", write_lines(tmp_path / "rows.jsonl", CAPITALS), **OWN)
     other = tiny_ouro()
     with torch.no_grad():
@@ -350,6 +350,10 @@ def test_samples_of_another_model_are_kept(tokenizer, tmp_path, log):
     assert files == [first, second, first, second] and has_warned == [False, True, True, True]
     texts = [[line["completion"] for line in read_lines(tmp_path / name)] for name in (first, second)]
     assert len(texts[0]) == len(texts[1]) == 2 and texts[0] != texts[1]
+    smaller = LoopedLM(models["steady"], tokenizer)
+    accuracy, *_ = evaluate_tasks(smaller, [task], output_dir=tmp_path, limit=1, max_new_tokens=4)
+    assert accuracy["samples"] == first and len(read_lines(tmp_path / first)) == 2  # of the larger result
+    assert read_samples({**accuracy, "folder": tmp_path}) == read_lines(tmp_path / first)[:1]
     (tmp_path / second).write_text("not of an evaluation")
     (accuracy, *_) = evaluate_tasks(lm, [task], output_dir=tmp_path, max_new_tokens=4)
     assert accuracy["samples"] == "samples_capitals_K4_none_3.jsonl"

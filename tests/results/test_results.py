@@ -7,7 +7,7 @@ from helpers.errors import user_error
 from helpers.files import load_script, read_lines, write_lines
 from helpers.processes import ended, fork
 from loopdropout_trainer.jobs.progress import finish_run
-from loopdropout_trainer.reports.comparing import compare_runs
+from loopdropout_trainer.reports.comparing import compare_folders, compare_runs
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.loss_tables import make_loss_tables
 from loopdropout_trainer.results import run_files as results
@@ -15,8 +15,10 @@ from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, com
 from loopdropout_trainer.results.run_files import (
     is_finished,
     is_of_base,
+    read_own_results,
     read_results,
     read_run,
+    read_run_results,
     write_results,
     write_run,
 )
@@ -54,6 +56,42 @@ def test_losses_on_other_examples_stay(tmp_path):
     assert [[*table.texts.index] for table in tables] == [["base model", "LoRA", "CoTo"], ["base model", "LoRA"]]
     write_results(tmp_path, [{**loss, "n": 30}], step=10)  # of the training, which has one number for each
     assert [row["n"] for row in read_lines(tmp_path / "results.jsonl") if row["method"] == "LoRA"] == [30]
+
+
+def test_accuracies_with_another_limit_stay(tmp_path, capsys):
+    """A smaller `evaluate` keeps the larger result. Reports and comparisons use the one on the problems of the others."""
+    for name, value, measured in (("a", 60.0, {100: 100, 12: 12}), ("b", 50.0, {12: 12})):
+        folder = tmp_path / name
+        write_results(folder, [{**ROW, "task": "training", "metric": "train_seconds", "training": name}])
+        for limit, n in measured.items():
+            row = {**ROW, "training": name, "adapter": str(folder), "value": value + n, "n": n, "limit": limit}
+            row |= {"samples": "s.jsonl", "problems": f"first {n}", "seed": 1 if name == "a" else 2}
+            write_results(folder / "evaluation", [{**row, "value": 0.0}])
+            write_results(folder / "evaluation", [row])
+        samples = [{"correct": name == "a", "answered": 1, "doc_id": number, "target": "x"} for number in range(100)]
+        write_lines(folder / "evaluation/s.jsonl", samples)
+    (tmp_path / "b/results.jsonl").write_text(
+        (tmp_path / "b/results.jsonl").read_text().replace('"seed": 1', '"seed": 2')
+    )
+    found = [(row["n"], row["value"]) for row in read_own_results(tmp_path / "a/evaluation")]
+    assert found == [(100, 160.0), (12, 72.0)]
+    results_of_both = load_results(tmp_path)
+    assert results_of_both.attrs["left_out"] == (
+        f"Left out: 1 result in {tmp_path}/a/evaluation, because the same models are also measured on the number of problems "
+        "that the tables show."
+    )
+    compared = compare_runs(tmp_path / "a", tmp_path / "b", "gsm8k")
+    assert (compared.gain, compared.n) == (100, 12)
+    table = compare_folders([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert [*table["num_problems"]] == [12, 12] and table["comparison"].iloc[0].n == 12
+    assert _scores(read_run_results(tmp_path / "a")) == [("gsm8k", 4, 160.0, 100, None)]
+    write_results(
+        tmp_path / "a/evaluation", [{**row, "training": "a", "seed": 1, "adapter": str(tmp_path / "a"), "limit": 50}]
+    )
+    assert [row["limit"] for row in read_own_results(tmp_path / "a/evaluation")] == [
+        100,
+        50,
+    ]  # on the same 12 problems
 
 
 @pytest.mark.parametrize("digest", ["former", None])
