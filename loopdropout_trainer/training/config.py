@@ -41,6 +41,14 @@ _CHECKPOINTING = {
 """Names of fields before transformers 5.24, and since then."""
 
 
+class OwnProbability(float):
+    """Drop probability that is a rule's own value, which nobody has given. A copy with another rule takes that rule's own."""
+
+
+class OwnProbabilities(list):
+    """The same for a list with one drop probability for each loop."""
+
+
 @dataclass(repr=False)
 class GateConfig:
     r"""
@@ -122,6 +130,8 @@ class GateConfig:
             return made
 
     def __post_init__(self):
+        if self._has_own_p() and not self._is_copy():  # the own value of another configuration, as in `p=args.p`
+            self.p = list(self.p) if isinstance(self.p, list) else float(self.p)
         self._take_rule()
         if self.output_dir is not None:
             as_path("output_dir", self.output_dir)
@@ -143,7 +153,7 @@ class GateConfig:
                 setattr(self, new, getattr(self, old))
         super().__post_init__()
         check_mappings(self, ["model_init_kwargs", "dataset_kwargs"])
-        warn_of_fields(self, self.given_names)
+        warn_of_fields(self, self._find_changed())  # a copy is given all fields, also those with their defaults
         self._made = {own.name: getattr(self, own.name) for own in dataclasses.fields(self)}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -158,8 +168,6 @@ class GateConfig:
         is_field = name in self.__dataclass_fields__
         if is_field and hasattr(value, "tolist"):  # numbers of numpy and torch, which JSON and YAML do not know
             value = value.tolist()
-        if name == "p":  # which the user may set to the value that it has
-            vars(self).pop("_rule_of_p", None)
         super().__setattr__(name, value)
 
     def _take_rule(self) -> None:
@@ -173,7 +181,8 @@ class GateConfig:
         self.rule = rule_class.name
         if rule is rule_class:
             return
-        if self.p is not None or self.rule_args:
+        is_given = self.p is not None and not self._has_own_p()
+        if is_given or self.rule_args:
             raise UserError(
                 f"Set the fields of a rule in one place: `rule={short_repr(rule)}`, or its name with `p` and `rule_args`."
             )
@@ -236,19 +245,25 @@ class GateConfig:
 
     def make_rule(self) -> GateRule:
         """Return the gate rule that these arguments describe."""
-        # Nobody has given a `p` that is the own value of a former rule, so the present rule has its own value, too.
-        is_of_former_rule = vars(self).get("_rule_of_p", self.rule) != self.rule
-        p = None if is_of_former_rule else self.p
+        p = None if self._has_own_p() else self.p
         return make_rule(self.rule, **join_fields(self.rule, p, self.rule_args))
 
     def take_own_p(self) -> GateRule:
-        """Return the rule, and set `p` to the one that it draws with, which is its own value if `p` is None."""
-        is_own_value = self.p is None or "_rule_of_p" in vars(self)
+        """Return the rule, and set `p` to the one that it draws with, which is its own value if nobody has given `p`."""
         rule = self.make_rule()
+        is_given = self.p is not None and not self._has_own_p()
         self.p = fields_of(rule)["p"]
-        if is_own_value:
-            vars(self)["_rule_of_p"] = self.rule
+        if not is_given and self.p is not None:
+            self.p = OwnProbabilities(self.p) if isinstance(self.p, list) else OwnProbability(self.p)
         return rule
+
+    def _has_own_p(self) -> bool:
+        """Return whether `p` is the own value of the present or a former rule."""
+        return isinstance(self.p, OwnProbability | OwnProbabilities)
+
+    def _is_copy(self) -> bool:
+        """Return whether the configuration was made with all its fields, as by `dataclasses.replace`."""
+        return {own.name for own in dataclasses.fields(self) if own.init} <= self.given_names
 
     @property
     def rows_per_process(self) -> int:

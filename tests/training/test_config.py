@@ -16,7 +16,7 @@ from trl import DPOConfig, GRPOConfig, SFTConfig
 from helpers.errors import user_error
 from helpers.tiny import tiny_ouro
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig, LoopDropoutSFTTrainer
-from loopdropout_trainer.gates import ExactlyM, GateRule, LoopDropout
+from loopdropout_trainer.gates import ExactlyM, GateRule, LoopDropout, make_rule
 from loopdropout_trainer.results.training_results import training_recipe
 
 
@@ -48,8 +48,14 @@ def test_own_p_of_a_rule_gives_way_to_the_next_rule(config):
         args.rule, args.rule_args = rule, rule_args
         assert args.take_own_p().name == rule and args.p == p
         assert args.take_own_p() == args.make_rule()
+    for rule, p in (("lora", None), ("learned", 0), ("adaptive", 0.5)):
+        other = dataclasses.replace(config(), rule=rule)
+        assert (other.p, other.make_rule()) == (p, make_rule(rule))
+        other.rule = "loop_dropout"
+        assert dataclasses.replace(other, seed=1).p == other.take_own_p().p == 0.5
+    assert dataclasses.replace(config(), rule=LoopDropout(0.25)).p == 0.25
     args.rule, args.p = "lora", 0.5
-    for given in (args, dataclasses.replace(config(), gate_seed=1)):
+    for given in (args, dataclasses.replace(config(), p=0.5), config(p=config().p)):
         given.rule, given.rule_args = "lora", None
         with user_error("`rule: lora` has no field 'p', got 0.5. Leave `p` out, or set it to None, also in"):
             given.make_rule()
