@@ -116,6 +116,38 @@ def _holds_text(content: Any, text: str) -> bool:
     return content == text
 
 
+def own_benchmark_hint(name: str) -> str:
+    """Return the end of a message about an unknown task that means an own benchmark of a recipe that does not count, or "".
+
+    The `own_benchmarks` of a recipe do not count if a command line or a recipe on top of it sets the mapping that has them.
+    """
+    for recipe, content in READ_RECIPES.items():
+        names = _find_own_benchmarks(content)
+        hint = closest_match(name, names)
+        if not hint:
+            continue
+        if name in names:
+            hint = ""
+        return (
+            f"{hint} The recipe {recipe} has it in `own_benchmarks`, which other settings replace. Repeat these "
+            "`own_benchmarks` there."
+        )
+    return ""
+
+
+def _find_own_benchmarks(content: Any) -> list[str]:
+    """Return the names of the own benchmarks in a recipe, also of those inside of its mappings."""
+    if not isinstance(content, dict):
+        return []
+    names = []
+    for field, value in content.items():
+        if field == "own_benchmarks" and isinstance(value, dict):
+            names += map(str, value)
+        else:
+            names += _find_own_benchmarks(value)
+    return names
+
+
 def file_hint(path: Path, is_readable: Callable[[str], bool]) -> str:
     """Return the end of a message about a file that does not exist, with a path that is nearly the same, or its recipe.
 

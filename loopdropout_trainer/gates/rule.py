@@ -71,8 +71,8 @@ class GateRule:
         wants_sensitivity: Whether `observe` gets the derivatives of the loss by the gates after each optimizer step. Default:
             False.
         has_unit_mean: Whether the mean gate of each loop is 1, as inference with gates of 1 needs it. A training warns about
-            another measured mean and about draws that differ if they are repeated. With False, nothing is checked, and `sample`
-            is called in training passes only. Default: True.
+            another measured mean, and about draws that differ if they are repeated. With False, nothing is checked, and
+            `sample` is called in training passes only. Default: True.
         mergeable: Whether every loop uses the same update at gates of 1, so that it can be merged. Default: True.
         alpha_factor: Factor on the `lora_alpha` of a new adapter. Default: 1.
         draws_per_batch: Number of draws for each micro-batch, each with a forward and a backward pass, whose mean loss is

@@ -31,6 +31,7 @@ from loopdropout_trainer.jobs.measuring import evaluate as measure_tasks
 from loopdropout_trainer.reports.printing import print_evaluation
 from loopdropout_trainer.results.run_files import read_recipe, read_results, read_samples
 from loopdropout_trainer.saving.metadata import write_metadata
+from loopdropout_trainer.settings.recipe import load_recipe
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
 
 
@@ -224,6 +225,13 @@ def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path, log):
     assert "`gsm9k` is not a task of this package. Did you mean 'gsm8k'? Looking in lm-eval's index" in log.text
     with user_error("Did you mean 'arithmetic_easy_test'"):
         load_task("arithmetic_easy")
+    path = tmp_path / "sweep.yaml"
+    path.write_text("measure: {own_benchmarks: {my_eval: {like: gsm8k}}}\n")
+    load_recipe(path)
+    place = f"The recipe {path} has it in `own_benchmarks`, which other settings replace. Repeat these"
+    for name, hint in (("my_eval", f"metamath_math500. {place}"), ("my_evall", rf"Did you mean 'my_eval'\? {place}")):
+        with user_error(hint):
+            load_task(name)
 
 
 CAPITALS = [{"country": "France", "capital": "Paris"}, {"country": "Peru", "capital": "Lima"}]

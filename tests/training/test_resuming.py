@@ -262,7 +262,9 @@ def test_best_checkpoint_is_saved_at_evaluations(tmp_path, log):
     with user_error("`save_strategy` must be epoch, as `eval_strategy`"):
         best(eval_strategy="epoch", save_strategy="steps")
     logging.Logger.warning_once.cache_clear()  # of another test
-    replace(LoopDropoutConfig(str(tmp_path), bf16=False), save_strategy="no")  # which copies the default of `save_steps`
+    replace(
+        LoopDropoutConfig(str(tmp_path), bf16=False), save_strategy="no"
+    )  # which copies the default of `save_steps`
     assert "no effect" not in log.text
     best(eval_strategy="epoch", save_steps=7)
     best(eval_strategy="epoch", save_steps=7, save_strategy="best", metric_for_best_model="loss")
