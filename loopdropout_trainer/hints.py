@@ -13,6 +13,25 @@ from loopdropout_trainer.errors import closest_match, docs_page
 from loopdropout_trainer.files import find_recipes_of_name, recipe_names, recipes_folder
 
 
+USUAL_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "full": "float32",
+}
+"""Other words for data types, and their names here."""
+
+
+def list_hint(word: str) -> str:
+    """Return the end of a message about a name that does not exist: how to write several names, if it has commas, or ""."""
+    names = [name.strip(" \"'") for name in word.strip("[] ").split(",")]
+    if len(names) == 1 or "" in names:
+        return ""
+    return f" Write several names as a list: `[{', '.join(names)}]` in a recipe, and `{' '.join(names)}` on a command line."
+
+
 def model_hint(name: str) -> str:
     """Return the end of a message about a model that does not exist: the folder or the name that is nearly the same.
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import lzma
 import math
 import os
 import warnings
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
@@ -18,15 +21,25 @@ from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.data.csv_files import check_cells, csv_options
 from loopdropout_trainer.data.formats import enumerate_columns
 from loopdropout_trainer.data.mixed_types import warn_of_mixed_types
-from loopdropout_trainer.data.sources import ARCHIVES, COMPRESSIONS, DataSource, file_kind, uncompressed_ending
+from loopdropout_trainer.data.sources import (
+    ARCHIVES,
+    COMPRESSIONS,
+    SPREADSHEETS,
+    DataSource,
+    file_kind,
+    uncompressed_ending,
+)
 from loopdropout_trainer.errors import UserError, hint_at_login, short_repr
-from loopdropout_trainer.hints import file_hint
+from loopdropout_trainer.hints import file_hint, list_hint
 from loopdropout_trainer.limits import check_encoding, check_nesting
 
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
+
+_DAMAGES = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+"""Errors about a damaged compressed file. They are not among those of other files."""
 
 _BLOCK = 1 << 16
 """Number of bytes that are read together in the search for the first character of a file."""
@@ -49,7 +62,13 @@ def load_rows(source: DataSource) -> Dataset:
         rows = read_files(files, source.split) if files else _read_dataset(source)
     except UserError:
         raise
-    except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one from an empty JSON file
+    except (
+        OSError,
+        ValueError,
+        DatasetsError,
+        StopIteration,
+        *_DAMAGES,
+    ) as error:  # StopIteration from an empty JSON file
         raise _explain_load_error(source, files, error) from None
     if files:
         warn_of_mixed_types(rows, str(source))
@@ -68,7 +87,7 @@ def _explain_load_error(source: DataSource, files: Sequence[str], error: Excepti
     if len(files) > 1:
         _check_one_schema(source, files)
     reason = str(error.__cause__ or error)
-    if not reason:
+    if not reason or "corresponds to no data" in reason:  # as for `[]`, or a CSV file with a header alone
         return UserError(f"{source} is empty.")
     unknown = [file for file in files if file_kind(file) is None]
     if unknown:
@@ -114,12 +133,16 @@ def _check_one_kind(files: Sequence[str]) -> None:
             )
 
 
-def _check_compression(files: Iterable[str]) -> None:
-    """Raise UserError for an archive or a compressed file that cannot be read, which would seem to have a wrong encoding."""
+def _check_endings(files: Iterable[str]) -> None:
+    """Raise UserError for a spreadsheet, an archive or a compressed file that cannot be read and would seem broken."""
     from fsspec.utils import infer_compression
 
     for file in files:
         compression = Path(file).suffix
+        if compression.lower() in SPREADSHEETS:
+            raise UserError(
+                f"{file} must be a file of examples, and its ending is that of a spreadsheet. Save it there as CSV in UTF-8."
+            )
         if compression in ARCHIVES or uncompressed_ending(file) in ARCHIVES:
             raise UserError(
                 f"{file} must be a file of examples, and its ending is that of an archive of files. Unpack it."
@@ -182,7 +205,7 @@ def read_files(files: str | Sequence[str], split: str = "train") -> Dataset:
         files = [files]
     check_files(files)
     files = expand_patterns(files)
-    _check_compression(files)
+    _check_endings(files)
     kind = _kind_of(files[0])
     builder = load_dataset_builder(kind, data_files=files)
     try:
@@ -199,10 +222,13 @@ def _check_not_blank(files: Iterable[str]) -> None:
     for file in files:
         if not Path(file).is_file():
             continue
-        with fsspec.open(file, "rb", compression="infer") as content:
-            block = content.read(_BLOCK)
-            while block and not block.strip():
+        try:
+            with fsspec.open(file, "rb", compression="infer") as content:
                 block = content.read(_BLOCK)
+                while block and not block.strip():
+                    block = content.read(_BLOCK)
+        except (OSError, ValueError, *_DAMAGES):  # the error of the parser says what is wrong
+            continue
         if not block:
             raise UserError(f"{file} is empty.")
 
@@ -239,7 +265,7 @@ def check_files(files: Iterable[str], benchmark: str | None = None) -> None:
         if path.exists() and not path.is_file():
             raise UserError(f"{fields} must be files, got {file}, which is a pipe or a device.")
         if is_absent(file):
-            hint = file_hint(path, is_readable=_has_kind)
+            hint = list_hint(file) or file_hint(path, is_readable=_has_kind)
             if benchmark is None:
                 raise UserError(f"The file {file} does not exist.{hint}")
             place = "" if path.is_absolute() else f" in {Path.cwd()}, where this command runs"

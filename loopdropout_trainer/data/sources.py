@@ -17,6 +17,9 @@ FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "par
 ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
 """Endings of files that hold other files, which can be compressed, too, as in `rows.tar.gz`."""
 
+SPREADSHEETS = (".xlsx", ".xls", ".ods")
+"""Endings of files of a spreadsheet program, which are not read."""
+
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zip", ".zst", ".lz4", ".7z", ".rar")
 """Ends of the names of compressed files. The first four can be read, and the next two with a further package."""
 

@@ -39,7 +39,7 @@ from loopdropout_trainer.errors import (
     short_repr,
 )
 from loopdropout_trainer.evaluation.program_checks import check_named_programs, check_programs, check_programs_of_file
-from loopdropout_trainer.hints import own_benchmark_hint
+from loopdropout_trainer.hints import list_hint, own_benchmark_hint
 from loopdropout_trainer.own_code import IMPORTED
 from loopdropout_trainer.results.run_files import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
@@ -406,7 +406,9 @@ def _find_manager(name: str, own_names: Iterable[str] = ()) -> TaskManager:
     if name in manager.all_tasks:
         return manager
     packaged = [task for task in _load_manager(None, False).all_tasks if task != _OWN]
-    hint = closest_match(name, own_names) or own_benchmark_hint(name) or closest_match(name, packaged)
+    hint = (
+        list_hint(name) or closest_match(name, own_names) or own_benchmark_hint(name) or closest_match(name, packaged)
+    )
     if PartialState().is_main_process:
         logger.warning(
             "`%s` is not a task of this package.%s Looking in lm-eval's index (about 10 seconds).", name, hint

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, as_path, find_mistyped, first_line, short_repr
 from loopdropout_trainer.files import TINY_OURO_PATH, write_file
+from loopdropout_trainer.hints import USUAL_DTYPES
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, check_num_loops
 from loopdropout_trainer.lora import adapted_layers, add_gates, attach_adapter, check_peft_config, remove_gates
 from loopdropout_trainer.models.external import loading_fields
@@ -95,7 +96,9 @@ def _check_placement(dtype: Any, device: Any) -> None:
     """Raise UserError for a data type or a device that torch does not have, before the weights are read."""
     is_known = isinstance(dtype, torch.dtype) or dtype in ("auto", None)
     if not is_known and not (isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)):
-        raise UserError(f"`dtype` must be auto, bfloat16, float16 or float32, got {short_repr(dtype)}.")
+        meant = USUAL_DTYPES.get(str(dtype))
+        hint = "" if meant is None else f" Did you mean {meant!r}?"
+        raise UserError(f"`dtype` must be auto, bfloat16, float16 or float32, got {short_repr(dtype)}.{hint}")
     if device is None:
         return
     try:

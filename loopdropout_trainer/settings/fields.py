@@ -23,6 +23,7 @@ from loopdropout_trainer.errors import (
     hint_at_number,
     short_repr,
 )
+from loopdropout_trainer.hints import USUAL_DTYPES
 from loopdropout_trainer.settings.field_hints import field_hint
 from loopdropout_trainer.settings.library_fields import LIBRARY_FIELDS
 
@@ -104,7 +105,7 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
         return
     for item in items_of(value):
         if item is not None and item not in choices:
-            matches = closest_match(item, choices)
+            matches = closest_match(USUAL_DTYPES.get(str(item), item), choices)
             raise UserError(f"`{name}` must be one of {', '.join(choices)}, got {short_repr(item)}.{matches}")
 
 

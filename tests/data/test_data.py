@@ -622,6 +622,18 @@ WRONG = [
     ({"train_files": ["empty.jsonl"]}, "^empty.jsonl is empty.$"),
     ({"train_files": ["blank.jsonl"]}, "^blank.jsonl is empty.$"),
     ({"train_files": ["blank.csv"]}, "^blank.csv is empty.$"),
+    ({"train_files": ["header.csv"]}, "^header.csv is empty.$"),
+    ({"train_files": ["none.json"]}, "^none.json is empty.$"),
+    (
+        {"train_files": ["rows.xlsx"]},
+        "^rows.xlsx must be a file of examples, .* spreadsheet. Save it there as CSV in UTF-8.$",
+    ),
+    ({"train_files": ["damaged.zip"]}, "^damaged.zip cannot be loaded"),
+    (
+        {"train_files": ["rows.jsonl,lists.jsonl"]},
+        r"Write several names as a list: `\[rows.jsonl, lists.jsonl\]` in a recipe, and `rows.jsonl lists.jsonl` on a",
+    ),
+    ({"train_files": ["['rows.jsonl', lists.jsonl]"]}, r": `\[rows.jsonl, lists.jsonl\]` in a recipe"),
     (
         {"train_files": ["rows.jsonl"], "preparation": "gsm8k"},
         "must have `answer` and `question`, got the columns prompt, c",
@@ -684,6 +696,10 @@ def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message)
         Path(name).write_text('{"a": \n')
     for name in ("blank.jsonl", "blank.csv"):
         Path(name).write_text("\n\n  \n")
+    Path("header.csv").write_text("prompt,completion\n")
+    Path("none.json").write_text("[]\n")
+    for name in ("rows.xlsx", "damaged.zip"):
+        Path(name).write_bytes(b"PK\x03\x04")
     Path("lists.jsonl").write_text("[1]\n[2]\n")
     for name, rows in ROWS.items():
         write_lines(Path(f"{name}.jsonl"), rows)

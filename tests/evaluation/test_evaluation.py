@@ -225,6 +225,8 @@ def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path, log):
     assert "`gsm9k` is not a task of this package. Did you mean 'gsm8k'? Looking in lm-eval's index" in log.text
     with user_error("Did you mean 'arithmetic_easy_test'"):
         load_task("arithmetic_easy")
+    with user_error("Write several names as a list: `.gsm8k, humaneval.` in a recipe, and `gsm8k humaneval` on a"):
+        load_task("gsm8k,humaneval")
     path = tmp_path / "sweep.yaml"
     path.write_text("measure: {own_benchmarks: {my_eval: {like: gsm8k}}}\n")
     load_recipe(path)

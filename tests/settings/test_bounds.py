@@ -186,6 +186,7 @@ REJECTED = [
     ("--num_train_examples 0", "`num_train_examples` must be at least 1, got 0."),
     ("--arithmetic_steps 1 2 3", "`arithmetic_steps` must be two numbers from 1 to 5, got [1, 2, 3]."),
     ("--output_dir=", "`output_dir` must not be empty."),
+    ("--dtype float", "`dtype` must be one of bfloat16, float16, float32, got 'float'. Did you mean 'float32'?"),
     ("--lora_r=", "`lora_r` must have a value."),
 ]
 if str in single_types(get_type_hints(LoopDropoutConfig)["pad_to_multiple_of"]):  # not in the oldest releases of TRL

@@ -1074,6 +1074,7 @@ MISTAKES = {
     "load a model": (lambda: load_model(BASE), "`name_or_path` must be a path, got OuroFor"),
     "load tokenizer": (lambda: load_tokenizer(None), "`name_or_path` must be a path, got None"),
     "load dtype": (lambda: load_model("tiny-ouro", dtype="float99"), "`dtype` must be auto, .* got 'float99'"),
+    "load usual dtype": (lambda: load_model("tiny-ouro", dtype="fp32"), "got 'fp32'. Did you mean 'float32'"),
     "load device": (lambda: load_model("tiny-ouro", device="gpu"), "`device` must be a device .* got 'gpu'"),
     "load keyword": (lambda: load_model("tiny-ouro", foo=3), "`foo` is not an argument of `from_pretrained`"),
     "load mistyped keyword": (lambda: load_model("tiny-ouro", num_loop=3), "nor a field .* Did you mean 'num_loops'"),
