@@ -46,7 +46,7 @@ import pandas as pd
 from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.reports.base_names import NAME as BASE_NAME
-from loopdropout_trainer.reports.base_names import unify_base_names
+from loopdropout_trainer.reports.base_names import unify_base_names, unify_base_settings
 from loopdropout_trainer.reports.other_problems import (
     HELD_OUT_FIELDS,
     OTHER_DATA,
@@ -174,6 +174,7 @@ def _set_runs(rows: Sequence[dict[str, Any]]) -> None:
         _move_checkpoint(row, runs)
         _set_recipe(row, read_once)
     unify_base_names(rows)
+    unify_base_settings(rows, OF_BASE_LOSS - OF_BASE - {"recipe_dtype"})
 
 
 def _move_checkpoint(row: dict[str, Any], runs: dict[str, str]) -> None:

@@ -604,6 +604,11 @@ def test_report_shows_the_held_out_loss_of_the_base_model(tmp_path):
     table = tables.loss_numbers(frames.load_results(tmp_path))
     assert table["mean"]['base model, train_files = "x.jsonl"'] == 3.1
     assert table["mean"]['base model, train_files = "y.jsonl"'] == 4.0
+    for name, recipe in (("d", {"train_files": ["x.jsonl"], "max_length": 64}), ("e", {"train_files": ["y.jsonl"]})):
+        rows = [{**loss, "problems": "digest"}, {**base, "value": 4.0, "problems": "digest"}]
+        write(tmp_path / "same_tokens" / name, rows, recipe)
+    table = tables.loss_numbers(frames.load_results(tmp_path / "same_tokens"))
+    assert [name for name in table["mean"].index if "base" in name] == ["base model"]
 
 
 @pytest.mark.parametrize(("setting", "n"), [
