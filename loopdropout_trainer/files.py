@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -278,6 +279,18 @@ def lock_file(path: Path) -> Iterator[None]:
     """Let one process at a time read a file and replace it by `write_file`. The others wait."""
     with _acquire(_make_lock(path.parent, path.name)):
         yield
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds an exclusive lock on a file. The file is not made, and without locks nobody holds one."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it is missing, it is another user's, or the file system has no locks
+        return False
+    return False
 
 
 def lock_path(folder: Path, name: str) -> Path:

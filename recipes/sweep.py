@@ -36,6 +36,7 @@ from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, com
 from loopdropout_trainer.results.run_files import DEVELOPMENT, is_finished, write_run
 from loopdropout_trainer.results.run_states import is_measured
 from loopdropout_trainer.results.sweep_folder import SweepRun, describe_interruption, update_summary
+from loopdropout_trainer.results.sweep_processes import working_on_sweep
 from loopdropout_trainer.results.sweep_scores import NON_FINITE, find_accuracy, name_score, read_score
 from loopdropout_trainer.settings.arguments import ModelArguments, option
 from loopdropout_trainer.settings.command_fields import TRAININGS
@@ -137,6 +138,7 @@ class Sweep:
         self.done: dict[SweepRun, dict[str, str]] = {}
         self.code = PresentCode()
         self.pool = Workers(self, self.workers)
+        self.command_line = ""  # with which the user continues the sweep
 
     @property
     def script_file(self) -> Path:
@@ -364,8 +366,9 @@ def _interrupt(number: int, frame: Any) -> None:
 def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     (sweep,) = parse(ARGUMENTS, words, __doc__)
+    sweep.command_line = join_command("sweep", *without_option(words, "dry_run"))
     if sweep.dry_run:
-        print_sweep_plan(sweep, join_command("sweep", *without_option(words, "dry_run")))
+        print_sweep_plan(sweep, sweep.command_line)
         return
     check_folder(sweep)
     if sweep.accept_changed_imports:
@@ -383,7 +386,10 @@ def main(argv: list[str] | None = None) -> None:
             if sweep.pending():
                 print_sweep_plan(sweep)  # a mistake in the data, which would stop each run, is an error here
                 print(flush=True)
-            with explain_unwritable(sweep.output_dir, "Free space there. The same command then continues the sweep."):
+            with (
+                explain_unwritable(sweep.output_dir, "Free space there. The same command then continues the sweep."),
+                working_on_sweep(sweep.output_dir, sweep.recipes, sweep.workers),
+            ):
                 sweep.train_all()
                 print_summary(sweep)
             sweep.check_failures()

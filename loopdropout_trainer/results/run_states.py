@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.files import lock_path
+from loopdropout_trainer.files import is_locked, lock_path
 from loopdropout_trainer.results.recipe_changes import compare_recipes
 from loopdropout_trainer.results.run_files import is_finished
 from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
@@ -37,17 +36,7 @@ def _list_locks(folder: Path) -> list[Path]:
 
 def is_running(folder: Path) -> bool:
     """Return whether a process trains or measures the run in a folder, be it of a sweep or of a command of its own."""
-    for path in _list_locks(folder):
-        if not path.exists():
-            continue
-        try:
-            with open(path) as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # the file system has no locks, or the folder is another user's
-            return False
-    return False
+    return any(is_locked(path) for path in _list_locks(folder))
 
 
 def name_start(folder: Path) -> str:

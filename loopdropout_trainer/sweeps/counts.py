@@ -161,6 +161,32 @@ def find_other_runs(sweep: Any) -> list[Path]:
     return [folder for folder in list_runs(sweep.output_dir) if folder not in own]
 
 
+def describe_existing_runs(sweep: Any) -> str:
+    """Return lines about the runs of later seeds that are not among the present runs of a sweep, or "" without any.
+
+    They are left from a start with other learning rates. Before the choice they may still count, and after it they do not.
+    """
+    may_count, are_not_chosen = [], []
+    existing = list_runs(sweep.output_dir)
+    own = list_own_folders(sweep)
+    for method in sweep.recipes:
+        has_chosen = sweep.full_grid or sweep.choice(method).best is not None
+        counted = {sweep.folder(run) for run in _list_counted(sweep, method)}
+        for folder in existing:
+            if folder in own - counted and folder.parents[1].name == method:
+                names = are_not_chosen if has_chosen else may_count
+                names.append(folder.relative_to(sweep.output_dir).as_posix())
+    lines = []
+    if may_count:
+        lines.append(
+            f"{count(len(may_count), 'run')} may count after the choice of the learning rates: {name_runs(may_count)}"
+        )
+    if are_not_chosen:
+        number = count(len(are_not_chosen), "run")
+        lines.append(f"{number} of learning rates that are not chosen, without effect: {name_runs(are_not_chosen)}")
+    return "\n".join(lines)
+
+
 def describe_other_runs(sweep: Any) -> str:
     """Return sentences about the runs of `find_other_runs`, or ""."""
     names: dict[bool, list[str]] = {True: [], False: []}  # by whether a process works on the run

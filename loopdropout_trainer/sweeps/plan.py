@@ -32,7 +32,6 @@ from loopdropout_trainer.jobs.training_data import (
     load_sweep_examples,
 )
 from loopdropout_trainer.results.run_files import is_of_training, read_own_results
-from loopdropout_trainer.results.run_states import describe_running, is_running
 from loopdropout_trainer.results.sweep_folder import ACCEPT
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.settings.recipe import build_part
@@ -46,11 +45,13 @@ from loopdropout_trainer.sweeps.code import (
 from loopdropout_trainer.sweeps.counts import (
     count_unmeasured,
     describe_earlier_failures,
+    describe_existing_runs,
     describe_other_runs,
     describe_uncounted,
 )
+from loopdropout_trainer.sweeps.joining import describe_joining, describe_work, find_running
 from loopdropout_trainer.sweeps.methods import naming_method
-from loopdropout_trainer.sweeps.run_times import describe_means, describe_planned_time, name_time
+from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time
 from loopdropout_trainer.terminal import print_sentences, titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
@@ -61,21 +62,18 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
     Args:
         sweep: `Sweep` of recipes/sweep.py.
         command: Command line of the sweep. None: it has started, so that no next command is printed. If another process, such
-            as another task of an array, trains a run already, it has printed the plan, so that one line is enough.
+            as another task of an array, works on it already, it has printed the plan, so that one line is enough.
 
     Raises:
         UserError: If there is a mistake in the data or in a recipe.
     """
     plan = describe_sweep_plan(sweep, _load_examples(sweep))
-    running = _find_running(sweep)
-    if command is None and running:
-        num_ended, total = sweep.count()
-        print_sentences(
-            f"This process joins the sweep in {sweep.output_dir}, where others train {count(len(running), 'run')} now: "
-            f"{num_ended} of {count(total, 'training')} have ended. `--dry_run true` prints the plan."
-        )
+    running = find_running(sweep)
+    joining = describe_joining(sweep, running) if command is None else ""
+    if joining:
+        print_sentences(joining)
         return
-    plan["running"] = describe_running(sweep.output_dir, running)
+    plan["running"] = describe_work(sweep, running)
     if command is not None:  # else the sweep prints it before its first training
         other_code = [describe_planned_acceptance(sweep), describe_other_results(sweep)]
         plan["failed"] = describe_earlier_failures(sweep)
@@ -157,6 +155,7 @@ def describe_sweep_plan(sweep: Any, examples: Mapping[str, TrainingExamples | No
         "evaluation": by_method(_describe_evaluations(sweep)),
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
         "measured again": describe_changed_problems(sweep),
+        "existing runs": describe_existing_runs(sweep),
         "also there": describe_other_runs(sweep),
         "done": _describe_done(sweep, num_ended, total, measured),
     }
@@ -182,7 +181,7 @@ def _describe_done(sweep: Any, num_ended: int, total: int, measured: str) -> str
     num_unmeasured = count_unmeasured(sweep)
     if num_unmeasured:
         parts.append(f"{num_unmeasured:,} of them still to be measured")
-    parts.append(describe_planned_time(sweep.count_left(), sweep.means(), sweep.workers))
+    parts.append(describe_left(sweep.count_left(), sweep.means(), sweep.workers))
     return f"{', '.join(filter(None, parts))}\n{measured}".rstrip()
 
 
@@ -195,7 +194,7 @@ def print_commands(sweep: Any) -> None:
     pending = sweep.pending()
     if pending:
         _check_trainings(sweep)
-    running = _find_running(sweep)
+    running = find_running(sweep)
     for run in pending:
         if run.name not in running:
             print(shlex.join(sweep.command(run)))
@@ -203,11 +202,6 @@ def print_commands(sweep: Any) -> None:
         print(
             f"{count(len(running), 'run')} without a command, being trained now: {', '.join(running)}", file=sys.stderr
         )
-
-
-def _find_running(sweep: Any) -> list[str]:
-    """Return the names of the runs that other processes train or measure now."""
-    return [run.name for run in sweep.pending() if is_running(sweep.folder(run))]
 
 
 def _check_trainings(sweep: Any) -> None:

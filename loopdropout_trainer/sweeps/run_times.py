@@ -7,7 +7,7 @@ rate is measured on one task, and a final run on all tasks and at all depths. Me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ def _find_seconds(kind: RunKind, means: Mapping[RunKind, float]) -> float | None
 
 
 def describe_left(left: Mapping[RunKind, int], means: Mapping[RunKind, float], speed: float) -> str:
-    """Return the time that a sweep still takes, such as "about 0:42:10 left", or "" if it is finished or not known at all.
+    """Return the time that a sweep still takes, such as "about 0:42:10 left", or "" if nothing is left.
 
     Args:
         left: Number of the runs of each method and kind that are not done.
@@ -140,8 +140,12 @@ def describe_left(left: Mapping[RunKind, int], means: Mapping[RunKind, float], s
         elif number:
             total_seconds += seconds * number
             num_timed += number
-    if not num_timed:
+    if not num_timed and not untimed:
         return ""
+    if not means:
+        return "the time left is not known yet"
+    if not num_timed:
+        return f"the time of {_name_kinds(untimed)} is not known yet (none has ended)"
     total_seconds /= min(speed, num_timed)  # the last runs leave some workers without a run
     text = f"about {name_time(total_seconds)} left"
     if untimed:
@@ -149,21 +153,27 @@ def describe_left(left: Mapping[RunKind, int], means: Mapping[RunKind, float], s
     return text
 
 
-def describe_planned_time(left: Mapping[RunKind, int], means: Mapping[RunKind, float], speed: float) -> str:
-    """Return `describe_left`, or a remark if runs are left, and only runs of other kinds were timed.
+def name_numbers(left: Mapping[RunKind, int]) -> str:
+    """Return the numbers of runs that are left, such as "3 runs that choose a learning rate and 1 measurement"."""
+    texts = []
+    for kind in _NOUNS:
+        number = sum(of_method for other, of_method in left.items() if other.kind == kind)
+        if number:
+            noun = _NOUNS[kind] if number == 1 else _PLURALS[kind]
+            texts.append(f"{number:,} {noun}")
+    return _join_words(texts)
 
-    A plan needs the remark. The lines of a running sweep follow each other, so they wait for the first time.
-    """
-    text = describe_left(left, means, speed)
-    kinds = {kind.kind for kind, number in left.items() if number}
-    if not text and means and kinds:
-        text = f"the time of {_name_kinds(kinds)} is not known (none has ended yet)"
-    return text
+
+def _join_words(words: Sequence[str]) -> str:
+    """Return words as a list, such as "a, b and c"."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _name_kinds(kinds: Collection[str]) -> str:
     """Return the names of some kinds of runs in words, in the order of a sweep."""
-    return " and ".join(noun for kind, noun in _PLURALS.items() if kind in kinds)
+    return _join_words([noun for kind, noun in _PLURALS.items() if kind in kinds])
 
 
 def describe_means(means: Mapping[RunKind, float]) -> str:

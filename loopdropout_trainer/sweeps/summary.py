@@ -24,10 +24,17 @@ from loopdropout_trainer.reports.tables import (
     fit_title,
     loss_numbers,
 )
-from loopdropout_trainer.results.run_files import is_of_base
-from loopdropout_trainer.results.sweep_folder import SweepRun, describe_choice, split_remarks, update_summary
+from loopdropout_trainer.results.failures import FAILED, name_log
+from loopdropout_trainer.results.run_files import has_trained, is_of_base
+from loopdropout_trainer.results.run_states import is_running
+from loopdropout_trainer.results.sweep_folder import (
+    SweepRun,
+    describe_choice,
+    split_remarks,
+    update_summary,
+)
 from loopdropout_trainer.results.sweep_scores import PER_TOKEN, name_loss_unit, name_score, read_score
-from loopdropout_trainer.sweeps.code import find_incomparable, find_kept_choices, find_other_results
+from loopdropout_trainer.sweeps.code import find_incomparable, find_kept_choices, find_other_results, has_other_results
 from loopdropout_trainer.sweeps.counts import describe_other_runs, find_other_runs
 from loopdropout_trainer.terminal import print_sentences
 
@@ -71,7 +78,10 @@ def print_summary(sweep: Any) -> None:
         )
     _print_other_runs(sweep)
     update_summary(sweep.output_dir, accuracy=table.reset_index().to_dict("records"))
-    print(f"\nNext:\n  {join_command('report', sweep.output_dir)}   # tables of losses, accuracies and costs")
+    print("\nNext:")
+    if sweep.pending() and sweep.command_line:
+        print(f"  {sweep.command_line}   # completes the sweep, after you have fixed the cause of the failures")
+    print(f"  {join_command('report', sweep.output_dir)}   # tables of losses, accuracies and costs")
     run = find_best_run(sweep)
     if run is not None:
         command = join_command("chat", sweep.folder(run))
@@ -126,7 +136,21 @@ def _print_scores(sweep: Any, method: str, rates: list[float], of_other_code: bo
         if of_other_code:
             folder = sweep.folder(run)
             score = name_score(read_score(folder, sweep.select_on), sweep.select_on, folder)
-        print(f"  {rate:<10g} {score}")
+        print_sentences(f"  {rate:<10g} {score or _explain_missing_score(sweep, run)}")
+
+
+def _explain_missing_score(sweep: Any, run: SweepRun) -> str:
+    """Return why a run has no score at the end of its sweep."""
+    folder = sweep.folder(run)
+    if has_other_results(sweep, folder):
+        return "no score that counts, because the code of its `--import` has changed"
+    if is_running(folder):
+        return "no score yet, because another process works on it"
+    if Path(folder, FAILED).is_file():
+        return f"no score, because the run failed {name_log(folder)}"
+    if has_trained(folder):
+        return f"no score, because {sweep.select_on} is not measured"
+    return "no score, because it is not trained"
 
 
 def print_lowest(losses: pd.DataFrame, unit: str = PER_TOKEN) -> None:

@@ -146,7 +146,9 @@ class Workers:
                 return
             self.is_waiting = True
             names = name_runs([run.name for run in pending])
-            print_sentences(f"Waiting, because other processes train all runs that can start now: {names}")
+            print_sentences(
+                f"Waiting, because other processes train all runs that can start now: {names} ({self._describe_left()})"
+            )
 
     def _train_unless_locked(self, run: Any, gpu: dict[str, str]) -> bool:
         """Train a run, unless another worker trains it or it is done. Return whether this worker trained it."""
@@ -240,7 +242,8 @@ class Workers:
                 f"{self.runs.describe_fix()}"
             )
         num_ended, total = self.runs.count()
-        print_sentences(f"{self.failures[run]} ({num_ended} of {total} trainings have ended)")
+        progress = [f"{num_ended} of {total} trainings have ended", self._describe_left()]
+        print_sentences(f"{self.failures[run]} ({', '.join(filter(None, progress))})")
         self.last_message = None if was_stopped else message  # a signal says nothing about the other runs
 
     def measure_speed(self) -> float:
@@ -250,6 +253,10 @@ class Workers:
         """
         num_done = self.runs.count_done() - self.done_before
         return self.number * max(1, num_done / max(1, self.num_ended))
+
+    def _describe_left(self) -> str:
+        """Return the time that is left, as each line about the progress has it."""
+        return describe_left(self.runs.count_left(), self.runs.means(), self.measure_speed())
 
     def _describe_end(self, run: Any, was_trained: bool) -> str:
         """Return the line about a run that has ended: its number, its step, its score and the time that is left."""
@@ -262,7 +269,7 @@ class Workers:
             status = f"has its score, but did not end as it should (see its {LOG})"
         num_done, total = self.runs.count()
         parts = [status, self.runs.describe_score(run), self.runs.describe_uncounted()]
-        parts.append(describe_left(self.runs.count_left(), self.runs.means(), self.measure_speed()))
+        parts.append(self._describe_left())
         text = f"{run.name} {', '.join(filter(None, parts))}"
         if not self.runs.is_done(run):  # a number in front would look like its own
             return f"{text} ({num_done} of {total} trainings have ended)"

@@ -34,7 +34,7 @@ from loopdropout_trainer import hub
 from loopdropout_trainer.costs.evaluations import HOW_TO_TIME
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.evaluation import loading, sandbox
-from loopdropout_trainer.files import TINY_OURO_PATH, lock_folder
+from loopdropout_trainer.files import TINY_OURO_PATH, lock_folder, lock_path
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.jobs import training_data
 from loopdropout_trainer.jobs.runs import Run
@@ -57,6 +57,7 @@ from loopdropout_trainer.results.sweep_folder import (
     read_summary,
     update_summary,
 )
+from loopdropout_trainer.results.sweep_processes import SweepProcess, find_processes, working_on_sweep
 from loopdropout_trainer.results.sweep_scores import read_score
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.recipe import dump_recipe, import_files, load_recipe, parse
@@ -636,7 +637,9 @@ def test_stopped_measurement_counts_its_training(lab):
     (made.folder(run) / "results.jsonl").unlink()
     made.save_progress()
     text = "1 of 4 trainings have ended"
-    assert made.pool._describe_end(run, False).endswith(f"stopped after its training ({text})")
+    assert made.pool._describe_end(run, False).endswith(
+        f"stopped after its training, the time left is not known yet ({text})"
+    )
     assert text in describe_progress(lab.out)
 
 
@@ -710,11 +713,13 @@ def test_time_of_a_continued_run_is_not_that_of_its_kind(lab):
 def test_sweep_says_how_far_it_is(lab, capsys):
     """Each line has the number of ended trainings as in the plan, the step, the score and the time that is left.
 
-    The third line has no time, because no run of the kinds that are left then has ended.
+    The third and the fourth line say that the time is not known, because no run of the kinds that are left then has ended.
     """
     lab.set_world(diverging=[0.04])
     lab.run()
     left = r", about 0:\d\d:\d\d left, not counting final trainings and measurements \(none has ended yet\)"
+    unknown_final = r"the time of final trainings is not known yet \(none has ended\)"
+    unknown = unknown_final.replace("trainings", "trainings and measurements")
     names = {"lora/lr_0.01/seed_101", "lora/lr_0.02/seed_101", "lora/lr_0.04/seed_101", "lora/lr_0.02/seed_102"}
     starts = {name: rf"{name} starts \(log: {lab.out}/{name}/log.txt\)" for name in names}
     measured = starts["lora/lr_0.02/seed_101"].replace("starts", "is being measured")
@@ -724,9 +729,9 @@ def test_sweep_says_how_far_it_is(lab, capsys):
         starts["lora/lr_0.02/seed_101"],
         rf"2 of 4: lora/lr_0.02/seed_101 trained, accuracy 70.00% on development{left}",
         starts["lora/lr_0.04/seed_101"],
-        r"3 of 4: lora/lr_0.04/seed_101 non-finite, loss not finite",
+        rf"3 of 4: lora/lr_0.04/seed_101 non-finite, loss not finite, {unknown}",
         measured,
-        r"3 of 4: lora/lr_0.02/seed_101 measured, accuracy 10.00% on arithmetic_test at K = 4",
+        rf"3 of 4: lora/lr_0.02/seed_101 measured, accuracy 10.00% on arithmetic_test at K = 4, {unknown_final}",
         starts["lora/lr_0.02/seed_102"],
         r"4 of 4: lora/lr_0.02/seed_102 trained, accuracy 20.00% on arithmetic_test at K = 4",
     ]
@@ -1036,7 +1041,8 @@ def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
     sweep.main([*words, "1"])
     done, indent = "\ndone            1 of 4 trainings", "\n                "
     out = capsys.readouterr().out
-    assert f"{done}{indent}measured: 0:01:00 on average for a training without its start and evaluation\n" in out
+    measured = "measured: 0:01:00 on average for a training without its start and evaluation"
+    assert f"{done}, the time left is not known yet{indent}{measured}\n" in out
     assert "not computed" not in out and HOW_TO_TIME not in out
     add_times(made, choosing=100)
     made.save_progress()
@@ -1059,7 +1065,7 @@ def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
     lines = capsys.readouterr().out
     assert f"{done}, about 0:16:40 left, not counting runs that choose a learning rate and measurements (none" in lines
     sweep.main([*words, "1", "--seeds", "101"])
-    remark = "the time of runs that choose a learning rate and measurements is not known (none has ended yet)"
+    remark = "the time of runs that choose a learning rate and measurements is not known yet (none has ended)"
     lines = capsys.readouterr().out
     assert (
         f"\ndone            1 of 3 trainings, {remark}{indent}measured on average" in lines and "no test" not in lines
@@ -1158,6 +1164,27 @@ def test_plan_names_runs_that_the_sweep_does_not_have(lab, capsys, monkeypatch):
     sweep.main([lab.file, "--dry_run", "true"])
     out = capsys.readouterr().out
     assert "also there" not in out and "done            4 of 4 trainings" in out
+
+
+def test_plan_names_existing_runs_of_later_seeds(lab, capsys):
+    """A further learning rate can be better than that of these runs, and then they have no effect."""
+    lab.run(learning_rates=[0.01, 0.02], seeds=[101, 102, 103])
+    fields = {"learning_rates": [0.01, 0.02, 0.04], "seeds": [101, 102, 103]}
+    names = "lora/lr_0.02/seed_102, lora/lr_0.02/seed_103"
+    for score, text in (
+        (None, "\nexisting runs   2 runs may count after the choice of the learning rates: {}\n"),
+        (9, "\nexisting runs   2 runs of learning rates that are not chosen, without effect: {}\n"),
+        (1, None),
+    ):
+        lab.set_world(scores={"0.04": score})
+        made = lab.sweep(**fields)
+        if score is not None:
+            shutil.rmtree(lab.out / "lora/lr_0.04", ignore_errors=True)
+            subprocess.run(made.command(SweepRun("lora", 0.04, 101, True)), check=True)
+        capsys.readouterr()
+        sweep.main([lab.file, "--dry_run", "true"])
+        out = capsys.readouterr().out
+        assert (text.format(names) in out) if text else ("existing runs" not in out)
 
 
 @pytest.mark.parametrize(("own", "error"), [
@@ -1275,11 +1302,18 @@ def test_failed_run_does_not_end_its_sweep(lab, capsys):
     start = f"\n\nlora/lr_0.01/seed_101 starts (log: {folder}/log.txt)\n"
     assert (
         out.startswith("8 trainings\nmodel  ")
-        and f"{start}{failure} (0 of 8 trainings have ended)\n" in out
+        and f"{start}{failure} (0 of 8 trainings have ended, the time left is not known yet)\n" in out
         and out.count("it is broken in") == 1
     )
     assert out.endswith(f"\nFailed, with the errors above:\n  lora/lr_0.01/seed_101 (log: {folder}/log.txt)\n")
     assert "lora: no learning rate is chosen" in out and "loop_dropout: learning rate 0.02" in out
+    assert (
+        f"\n  0.01       no score, because the run failed (log: {folder}/log.txt)\n  0.02       accuracy 70.00%" in out
+    )
+    command = " ".join(["loopdropout sweep", *words])
+    assert (
+        f"\nNext:\n  {command}   # completes the sweep, after you have fixed the cause of the failures\n  loop" in out
+    )
     assert len(lab.log) == 3 + 5
     lab.set_world()
     sweep.main(words)
@@ -1474,7 +1508,7 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
     accepted = "2 runs of other `--import` code, which the sweep accepts, then count as results of the present code: "
     assert f"\nother code      {accepted}{runs}.\n" in planned and "cannot be compared" not in planned
     assert (
-        "\ndone            2 of 3 trainings, the time of final trainings is not known (none has ended yet)\n"
+        "\ndone            2 of 3 trainings, the time of final trainings is not known yet (none has ended)\n"
         in planned
     )
     failure = "\nfailed          lora/lr_0.02/seed_102 ended with exit code 1: ValueError: it is broken in "
@@ -1703,8 +1737,36 @@ def test_commands_leave_out_runs_that_other_processes_train(lab, capsys):
     assert re.search(running, capsys.readouterr().out)
     with lock_folder(lab.out / second.name):  # a further task of an array does not print the plan again
         sweep.print_sweep_plan(lab.sweep())
-    joins = f"This process joins the sweep in {lab.out}, where others train 1 run now: 0 of 4 trainings have ended."
-    assert capsys.readouterr().out == f"{joins} `--dry_run true` prints the plan.\n"
+    joins = (
+        "This process joins the sweep in {}: 0 of 4 trainings have ended, and 1 run is being trained or measured now. "
+        "Still to do: 3 runs that choose a learning rate, 1 final training and 1 measurement, the time left is not known yet. "
+        "`--dry_run true` prints the plan.\n"
+    )
+    out = re.sub(rf" \({second.name} since \d\d:\d\d\)", "", capsys.readouterr().out)
+    assert out == joins.format(lab.out)
+    other = SweepProcess("process 12 on node7 (SLURM job 5_2)", 3, ["lora"])
+    path = lock_path(lab.out, "sweep_node7_12")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(other))
+    assert find_processes(lab.out, ["lora"]) == []  # it was killed
+    with open(path) as lock:  # between two runs of the other process
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = lab.sweep()
+        add_times(made, choosing=60)
+        made.save_progress()
+        sweep.print_sweep_plan(made)
+        joins = joins.replace(", and 1 run is being trained or measured now", "")
+        joins = joins.replace(
+            "the time left is not known yet",
+            "about 0:01:00 left, not counting final trainings and measurements (none has ended yet)",
+        )
+        assert capsys.readouterr().out == joins.format(f"{lab.out}, on which {other.name} works")
+        sweep.main([*words[:-2], "--dry_run", "true"])
+        assert f"\nrunning         {other.name} works on this sweep\n" in capsys.readouterr().out
+        assert find_processes(lab.out, ["loop_dropout"]) == []  # another sweep in the folder
+        with working_on_sweep(lab.out, ["lora"], 2):
+            assert find_processes(lab.out, ["lora"]) == [other]
+    assert [*path.parent.glob("sweep_*")] == [path]
     sweep.main(words)
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 3 and not printed.err
@@ -1991,7 +2053,7 @@ def test_sweep_says_once_that_it_waits_for_other_processes(lab, capsys):
         made.pool._say_that_it_waits([run])
     made.pool.stopped.set()
     worker.join()
-    line = f"Waiting, because other processes train all runs that can start now: {run.name}\n"
+    line = f"Waiting, because other processes train all runs that can start now: {run.name} (the time left is not known yet)\n"
     assert capsys.readouterr().out.count(line) == 1
 
 
@@ -2082,7 +2144,9 @@ def test_interrupted_sweep_stops_its_training(lab, number, code):
     sentence = f"loopdropout sweep: The sweep in {lab.out} is not finished: 0 of 4 trainings have ended. The same "
     assert program.stderr == f"{sentence}`loopdropout sweep` command continues it.\n"
     start = f"\n\nlora/lr_0.01/seed_101 starts (log: {lab.out}/lora/lr_0.01/seed_101/log.txt)\n"
-    assert program.stdout.endswith(f"{start}lora/lr_0.01/seed_101 stopped (0 of 4 trainings have ended)\n")
+    assert program.stdout.endswith(
+        f"{start}lora/lr_0.01/seed_101 stopped, the time left is not known yet (0 of 4 trainings have ended)\n"
+    )
     (lab.folder / "hold").unlink()
     lab.run()
     assert lab.runs[0] == lab.runs[1] and len(lab.log) == 1 + 5
