@@ -315,7 +315,7 @@ class Job:
         return load_adapter(model, adapter, is_trainable=True)
 
     def train(self, trainer: Trainer, run: Run) -> None:
-        """Evaluate the base model, train an adapter, and write the results of the training.
+        """Write the recipe, evaluate the base model, train an adapter, and write the results of the training.
 
         An adapter that is already trained is loaded instead.
         """
@@ -323,13 +323,7 @@ class Job:
 
         trainer.method, trainer.recipe = run.title, run.recipe
         trainer.saved_facts |= {**self.loaded.prompts, "prompt_template": self.data_args.prompt_format}
-        if run.script_args.evaluate_base:
-            with trainer.model.disable_adapter():
-                evaluate_at_depths(trainer, run, self.tasks)
-        if self.progress is None:
-            num_trainings = sum(not run.is_trained for run in self.runs)
-            self.progress = JobProgressCallback(num_trainings)
-        self.progress.attach(trainer, run.title)
+        num_trainings = sum(not run.is_trained for run in self.runs)
         folder = Path(trainer.args.output_dir)
         is_trained = run.is_trained  # by the former recipe in the folder, which is replaced now
         if trainer.is_world_process_zero():
@@ -343,6 +337,12 @@ class Job:
                 if self.loaded.sources:
                     code["trained_shares"] = self.loaded.trained_shares
             write_run(folder, status="trained" if is_trained else "training", **code)
+        if run.script_args.evaluate_base:  # in a folder that a report understands if this is killed
+            with trainer.model.disable_adapter():
+                evaluate_at_depths(trainer, run, self.tasks)
+        if self.progress is None:
+            self.progress = JobProgressCallback(num_trainings)
+        self.progress.attach(trainer, run.title)
         if is_trained:
             load_trained(trainer, folder)
         else:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from loopdropout_trainer.results.problems import have_other_problems
 from loopdropout_trainer.results.run_files import DEVELOPMENT, read_own_results, read_recipe, read_run, recipe_path
 from loopdropout_trainer.settings.read_yaml import read_yaml_file
 from loopdropout_trainer.terminal import format_fixed
@@ -45,6 +47,25 @@ def read_score(folder: Path, select_on: str, num_batches: int | None = None) -> 
     if select_on == "eval_loss":
         score = -loss
     return (score, -loss) if score > -math.inf else None
+
+
+def describe_other_examples(folders: Iterable[Path], select_on: str) -> str:
+    """Return a remark if the held-out losses of some runs, which choose, are known to be on different examples, or ""."""
+    if select_on != "eval_loss":
+        return ""
+    losses: dict[str, list[dict[str, Any]]] = {"training": [], DEVELOPMENT: []}
+    for folder in folders:
+        for row in read_own_results(folder):
+            is_loss = (row["metric"], row["task"]) in (("eval_loss", "training"), ("loss", DEVELOPMENT))
+            if is_loss and row["gates"] == "unit":
+                losses[row["task"]].append(row)
+    own = losses["training"] or losses[DEVELOPMENT]
+    if not any(have_other_problems(own[0], other) for other in own[1:]):
+        return ""
+    return (
+        "The held-out losses are on different examples, so they do not compare. The data have changed between the trainings. "
+        "Train all learning rates on the same data, in another `output_dir`."
+    )
 
 
 def _read_loss_batches(folder: Path) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.results.sweep_folder import SweepRun
-from loopdropout_trainer.results.sweep_scores import NON_FINITE, describe_edge
+from loopdropout_trainer.results.sweep_scores import NON_FINITE, describe_edge, describe_other_examples
 
 
 _MOST_ADDED = 4
@@ -47,7 +47,12 @@ def choose_rate(sweep: Any, method: str, with_other_code: bool = False) -> Choic
             return Choice(rates, None, "No learning rate has a finite score.")
         best = max(scores, key=scores.get)  # the smallest one of equal scores, because the rates ascend
         if best not in (rates[0], rates[-1]) or len(rates) == limit:
-            return Choice(rates, best, describe_edge(scores, best, sweep.extend_grid, sweep.select_on))
+            folders = [sweep.folder(SweepRun(method, rate, sweep.seeds[0], True)) for rate in rates]
+            remarks = [
+                describe_other_examples(folders, sweep.select_on),
+                describe_edge(scores, best, sweep.extend_grid, sweep.select_on),
+            ]
+            return Choice(rates, best, " ".join(filter(None, remarks)))
         if best == rates[0]:
             outermost, neighbor = rates[0], rates[1]
         else:

@@ -28,6 +28,7 @@ from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import describe_version
 from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.jobs import job, measuring
 from loopdropout_trainer.jobs.plan import describe_length, print_next_commands
 from loopdropout_trainer.jobs.runs import Run
 from loopdropout_trainer.jobs.starts import measure_sizes
@@ -47,7 +48,7 @@ from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments
-from loopdropout_trainer.settings.recipe import dump_recipe
+from loopdropout_trainer.settings.recipe import dump_recipe, load_recipe
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 from loopdropout_trainer.training.stopping import TrainingInterrupted
@@ -361,6 +362,25 @@ def test_results_belong_to_the_best_checkpoint(tmp_path):
         assert f"| Kept weights | {kept} |" in card
         assert f"| Held-out loss (nats per token) | {losses['eval_loss']:.4f} (8 examples) |" in card
         assert f"| Held-out loss (nats per token), base model | {base['value']:.4f} (8 examples) |" in card
+
+
+def test_run_that_is_killed_in_the_base_evaluation_has_its_recipe(tmp_path, monkeypatch):
+    """So a report names it, and the same command starts it again."""
+    words = [TRAINING, ONE_TASK, "--compare_with null --evaluate_base true --benchmark_limit 1 --output_dir", tmp_path]
+
+    def measure_and_end(*given):
+        measuring.evaluate_at_depths(*given)
+        sys.exit("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "evaluate_at_depths", measure_and_end)
+        with pytest.raises(SystemExit, match="killed"):
+            run(*words)
+    assert (
+        load_recipe(tmp_path / "recipe.yaml")["evaluate_base"] is True and read_run(tmp_path)["status"] == "training"
+    )
+    assert {*load_results(tmp_path)["method"]} == {"base model"}
+    assert "evaluate the base model on the same problems" in run(*words, "--dry_run true")
 
 
 STOPS_EARLY = f"{FEW_MEASUREMENTS} --compare_with null --learning_rate 0.1 --eval_strategy steps --eval_steps 2"

@@ -487,6 +487,12 @@ def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
     assert settings["eval_strategy"] == "epoch"  # so that each run has a held-out loss to report
     assert ("because no `benchmarks` are set" in out) is not bool(fields)
     assert json.loads((lab.out / "summary.json").read_text())["accuracy"] == []
+    remark = "The held-out losses are on different examples, so they do not compare. The data have changed between"
+    for rate, digest in (("0.01", "a"), ("0.02", "a"), ("0.04", "b")):
+        assert remark not in lab.sweep(**fields).choice("lora").remark
+        file = lab.out / f"lora/lr_{rate}/seed_101/results.jsonl"
+        file.write_text(file.read_text().replace('"metric": "loss"', f'"metric": "loss", "problems": "{digest}"'))
+    assert remark in lab.sweep(**fields).choice("lora").remark
 
 
 def test_sweep_names_the_best_adapter_and_the_chance_of_one_seed(lab, capsys):
