@@ -39,14 +39,13 @@ from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.labels import name_methods
 from loopdropout_trainer.reports.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
 from loopdropout_trainer.reports.missing_base import describe_missing_base, describe_missing_base_loss
-from loopdropout_trainer.reports.printing import making_report, shorten_folders
+from loopdropout_trainer.reports.printing import making_report, print_notes, shorten_folders
 from loopdropout_trainer.reports.progress import leave_out_unmeasured
 from loopdropout_trainer.reports.rest import describe_other_gates, describe_rest
 from loopdropout_trainer.reports.saved_tables import TableText, describe_sizes, save_layout, save_table
 from loopdropout_trainer.reports.table_files import Missing, Misspelled, build_table
 from loopdropout_trainer.reports.tables import (
     ACCURACY_TITLE,
-    CHOICE_NOTE,
     CHOICE_TITLE,
     COSTS,
     LOSS_TITLE,
@@ -55,14 +54,16 @@ from loopdropout_trainer.reports.tables import (
     accuracy_table,
     choice_numbers,
     cost_numbers,
+    explain_choice,
     explain_differences,
-    explain_unpaired,
     fit_title,
+    has_tests,
     loss_numbers,
     loss_table,
     make_cost_table,
     split_reductions,
 )
+from loopdropout_trainer.reports.unpaired import explain_unpaired
 from loopdropout_trainer.results.run_files import (
     is_of_base,
     is_of_training,
@@ -289,7 +290,7 @@ def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:
         *explain_unpaired(numbers, numbers.index),
     ]
     if numbers["chose"].any():
-        about.append(CHOICE_NOTE.format("losses"))
+        about.append(explain_choice("losses", has_tests(results)))
     title = LOSS_TITLE
     if name_loss_unit(results.loc[results["metric"] == "eval_loss", "run"].unique()) != PER_TOKEN:
         title = title.replace(f"in {PER_TOKEN}", "per pair")
@@ -313,10 +314,8 @@ def report_accuracy(results: pd.DataFrame, output_dir: Path) -> bool:
         save_table(numbers, accuracy_table(numbers), text, output_dir / "accuracy")
     of_choice = choice_numbers(results)
     if len(of_choice):
-        text = TableText(
-            fit_title(CHOICE_TITLE, of_choice),
-            [*describe_sizes(of_choice), f"{CHOICE_NOTE.format('accuracies')} They are not in the other tables."],
-        )
+        about = [*describe_sizes(of_choice), explain_choice("accuracies", has_tests(results))]
+        text = TableText(fit_title(CHOICE_TITLE, of_choice), [*about, "They are not in the other tables."])
         save_table(of_choice, accuracy_table(of_choice), text, output_dir / "choice")
     figure = overview_figure(results)
     if figure is not None:
@@ -398,7 +397,7 @@ def draw_figure(plot: Any, path: Path) -> None:
     caption = getattr(plot, "items", [plot])[0].labels.caption
     print_sentences(f"Wrote {path}.png, .pdf and .svg")
     if caption:
-        print_sentences(" ".join(caption.split()))  # not in the lines that fit the figure
+        print_notes(" ".join(caption.split()))  # not in the lines that fit the figure
 
 
 if __name__ == "__main__":

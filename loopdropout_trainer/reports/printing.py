@@ -250,6 +250,20 @@ def print_differences(accuracy: pd.DataFrame, baseline: str = "LoRA") -> None:
     print_sentences(" ".join([about, *explain_disagreements(intervals), OWN_FAMILY]))
 
 
+_printed_notes: set[str] = set()
+"""Notes of tables and figures that the report which is being made has printed."""
+
+
+def print_notes(*lines: str) -> None:
+    """Print the notes of a table or a figure that the report has not printed yet, below one that they are true of, too.
+
+    The files have all notes of their table.
+    """
+    new = [line for line in lines if line not in _printed_notes]
+    _printed_notes.update(new)
+    print_sentences(*new)
+
+
 @contextmanager
 def making_report(output_dir: Path, parts: Sequence[str] = ()) -> Iterator[None]:
     """Make the folder of a report for this block, and print after the block where the report is and what it replaced.
@@ -269,9 +283,11 @@ def making_report(output_dir: Path, parts: Sequence[str] = ()) -> Iterator[None]
             f"`output_dir` must be a folder that can be written, got {output_dir} ({error.strerror})."
         ) from None
     before = _find_write_times(output_dir)
+    _printed_notes.clear()
     try:
         yield
     finally:
+        _printed_notes.clear()
         after = _find_write_times(output_dir)
         if is_new and not after:
             output_dir.rmdir()

@@ -12,15 +12,15 @@ from typing import NamedTuple
 import pandas as pd
 
 from loopdropout_trainer.reports.labels import has_seeds
-from loopdropout_trainer.reports.printing import print_table
+from loopdropout_trainer.reports.printing import print_notes, print_table
 from loopdropout_trainer.reports.table_files import lay_out
 from loopdropout_trainer.reports.tables import (
-    CHOICE_NOTE,
     OWN_FAMILY,
+    explain_choice,
     explain_differences,
-    explain_unpaired,
     name_seeds,
 )
+from loopdropout_trainer.reports.unpaired import explain_unpaired
 from loopdropout_trainer.terminal import print_sentences
 
 
@@ -55,7 +55,8 @@ def save_layout(spec: dict, table: pd.DataFrame, path: Path, notes: Sequence[str
     if table["chose"].any():
         chosen = table[table["chose"]]
         places = ", ".join(chosen["column"].unique())
-        note = CHOICE_NOTE.format("losses" if chosen["num_problems"].isna().all() else "accuracies")
+        numbers_of = "losses" if chosen["num_problems"].isna().all() else "accuracies"
+        note = explain_choice(numbers_of, has_test=False)
         about.append(f"The learning rates were chosen on the problems of: {places}. {note}")
     names = table[[*table.columns.intersection([*spec["heads"]]), "column"]].agg(", ".join, axis=1)
     about += [*explain_differences(table), *explain_unpaired(table, names)]
@@ -101,7 +102,7 @@ def print_text(table: pd.DataFrame, text: TableText) -> None:
     print_table(text.title, table)
     if not text.lines:
         print()  # between the table and the line about its files
-    print_sentences(*text.lines)
+    print_notes(*text.lines)
 
 
 def save_markdown(table: pd.DataFrame, text: TableText, path: Path) -> None:

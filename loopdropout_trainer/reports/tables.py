@@ -20,11 +20,11 @@ from loopdropout_trainer.diagnostics import (
     describe_gain,
     explain_disagreements,
 )
-from loopdropout_trainer.errors import count
-from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN, PAIRED_SEEDS
+from loopdropout_trainer.reports.comparing import EVALUATE_AGAIN
 from loopdropout_trainer.reports.frames import average, select, select_accuracies, tasks_of, values_by_seed
 from loopdropout_trainer.reports.labels import find_baseline, has_seeds, labelled
 from loopdropout_trainer.reports.other_problems import are_on_other_problems, is_held_out_loss, is_score
+from loopdropout_trainer.reports.other_settings import explain_other_settings, find_other_settings
 from loopdropout_trainer.results.run_files import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 from loopdropout_trainer.terminal import format_fixed
 
@@ -34,9 +34,27 @@ CHOICE_TITLE = "Accuracy on the problems that chose the learning rates, in %, me
 CHOICE_NOTE = (
     "The best of several learning rates on these problems is partly chance, so these {} are not a test of the methods."
 )
-"""Sentence about accuracies or losses that chose the learning rates."""
+CHOICE_STEP = (
+    "For a test, train other seeds with one learning rate per method, or evaluate on problems that did not choose."
+)
 ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA in points"
 OWN_FAMILY = "Each difference is a test of its own, without correction for their number."
+
+
+def explain_choice(numbers_of: str, has_test: bool) -> str:
+    """Return the sentences about numbers that chose the learning rates, with the next step if there is no test yet.
+
+    Args:
+        numbers_of: "accuracies" or "losses".
+        has_test: Whether trained models have accuracies on other problems.
+    """
+    note = CHOICE_NOTE.format(numbers_of)
+    return note if has_test else f"{note} {CHOICE_STEP}"
+
+
+def has_tests(results: pd.DataFrame) -> bool:
+    """Return whether trained models have accuracies on problems that chose no learning rate."""
+    return not is_of_base(select_accuracies(results)).all()
 
 
 def fit_title(title: str, numbers: pd.DataFrame) -> str:
@@ -225,6 +243,8 @@ def explain_differences(numbers: pd.DataFrame) -> list[str]:
     sentences += explain_disagreements(over_problems.itertuples(index=False))
     if is_tested.sum() > 1:
         sentences.append(OWN_FAMILY)
+    if ((numbers["test"] == OVER_SEEDS) & (numbers["num_pairs"] == 2)).any():
+        sentences.append("An interval over two seeds reaches 12.7 standard errors to each side, over three 4.3.")
     if "" in kinds:
         sentences.append("A difference of one seed has no interval, because the spread over seeds is not known.")
     if (numbers["test"] == OTHER_PROBLEMS).any():
@@ -236,29 +256,8 @@ def explain_differences(numbers: pd.DataFrame) -> list[str]:
         )
     if EQUAL in kinds:
         sentences.append(f"A difference that is {EQUAL} has no interval, because its spread over seeds is not known.")
-    return [" ".join(sentences)] if sentences else []
-
-
-def explain_unpaired(numbers: pd.DataFrame, names: pd.Series | pd.Index) -> list[str]:
-    """Return a line about the differences that leave out seeds, as after a failed run, or no line if there are none.
-
-    Args:
-        numbers: Table with the columns `NUMBERS`.
-        names: Name of each line of the table. Lines of one name that leave out the same seeds share a sentence.
-    """
-    keys = ["name", "num_pairs", "unpaired"]
-    named = numbers.assign(name=[*names])[keys]
-    is_unpaired = named["unpaired"].map(bool, na_action="ignore").eq(True)
-    sentences = []
-    for name, num_pairs, seeds in named[is_unpaired].drop_duplicates().itertuples(index=False, name=None):
-        left_out = f"seed {seeds}" if seeds.isdecimal() else f"seeds {seeds}"
-        if num_pairs:
-            sentences.append(f"{name} over {count(int(num_pairs), 'common seed')}, without {left_out}")
-        else:
-            sentences.append(f"{name} has none, because no seed is common ({left_out})")
-    if not sentences:
-        return []
-    return [f"{PAIRED_SEEDS}: {'; '.join(sentences)}."]
+    lines = [" ".join(sentences)] if sentences else []
+    return [*lines, *explain_other_settings(numbers)]
 
 
 def format_p(p: float) -> str:
@@ -301,13 +300,14 @@ def _accuracy_numbers(results: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for (task, depth), part in accuracy.groupby(["task", "num_loops"], observed=True):
         lines += [{"task": task, "K": f"{depth:g}", **line} for line in _compare_methods(part)]
-    return pd.DataFrame(lines, columns=["task", "K", "method", "num_problems", *NUMBERS]).set_index(
-        ["task", "K", "method"]
-    )
+    columns = ["task", "K", "method", "num_problems", *NUMBERS, "other_settings"]
+    return pd.DataFrame(lines, columns=columns).set_index(["task", "K", "method"])
 
 
 def _compare_methods(results: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return `method` and the columns `NUMBERS` of each method, from results of `labelled` that measure the same.
+    """Return `method`, the columns `NUMBERS` and `other_settings` of each method, from results of `labelled`.
+
+    The results measure the same.
 
     Results that chose the learning rates have no differences: they would look like tests, but the best of several candidates
     is partly chance.
@@ -324,7 +324,7 @@ def _compare_methods(results: pd.DataFrame) -> list[dict[str, Any]]:
         if baseline is not None and not is_reference and not ours["chose"].any():
             gain = compare(ours, baseline)
             if gain is not None:
-                line.update(gain._asdict())
+                line.update(gain._asdict(), other_settings=find_other_settings(ours, baseline))
         lines.append(line)
     return lines
 
@@ -403,7 +403,8 @@ def loss_numbers(results: pd.DataFrame) -> pd.DataFrame:
     if losses.loc[of_base, "num_loops"].nunique() > 1:  # of trainings at several depths
         losses.loc[of_base, "label"] += losses.loc[of_base, "num_loops"].map(", K = {:g}".format)
     losses.loc[of_base, "value"] = losses[of_base].groupby("label")["value"].transform("first")
-    numbers = pd.DataFrame(_compare_methods(losses), columns=["method", *NUMBERS]).set_index("method")
+    numbers = pd.DataFrame(_compare_methods(losses), columns=["method", *NUMBERS, "other_settings"])
+    numbers = numbers.set_index("method")
     by_label = losses.groupby("label")
     seeds = by_label["seed"].agg(partial(name_seeds, separator=", "))
     return numbers.assign(chose=by_label["chose"].any(), seeds=seeds)

@@ -15,15 +15,16 @@ from loopdropout_trainer.reports.printing import print_table
 from loopdropout_trainer.reports.saved_tables import describe_sizes
 from loopdropout_trainer.reports.tables import (
     ACCURACY_TITLE,
-    CHOICE_NOTE,
     CHOICE_TITLE,
     accuracy_numbers,
     accuracy_table,
     choice_numbers,
-    explain_unpaired,
+    explain_choice,
     fit_title,
+    has_tests,
     loss_numbers,
 )
+from loopdropout_trainer.reports.unpaired import explain_unpaired
 from loopdropout_trainer.results.failures import FAILED, name_log
 from loopdropout_trainer.results.run_files import has_trained, is_of_base
 from loopdropout_trainer.results.run_states import is_running
@@ -69,9 +70,9 @@ def print_summary(sweep: Any) -> None:
     of_choice = choice_numbers(final)
     if len(of_choice):
         print_table(fit_title(CHOICE_TITLE, of_choice), accuracy_table(of_choice))
-        print_sentences(*describe_sizes(of_choice), CHOICE_NOTE.format("accuracies"))
+        print_sentences(*describe_sizes(of_choice), explain_choice("accuracies", has_tests(final)))
     if sweep.loss_chooses_by_default or not (len(table) or len(of_choice)):
-        print_lowest(loss_numbers(trained), name_loss_unit(trained["run"].unique()))
+        print_lowest(loss_numbers(trained), name_loss_unit(trained["run"].unique()), has_tests(final))
     if len(sweep.seeds) == 1 and len(sweep.recipes) > 1:
         print_sentences(
             "With one seed, the spread over seeds is not known, so the order of the methods can be chance."
@@ -153,7 +154,7 @@ def _explain_missing_score(sweep: Any, run: SweepRun) -> str:
     return "no score, because it is not trained"
 
 
-def print_lowest(losses: pd.DataFrame, unit: str = PER_TOKEN) -> None:
+def print_lowest(losses: pd.DataFrame, unit: str = PER_TOKEN, has_test: bool = False) -> None:
     """Print the method with the lowest held-out loss, and by how much the losses of the others are higher.
 
     Methods with other seeds, as after a failed run, are not compared, because seeds differ.
@@ -161,6 +162,7 @@ def print_lowest(losses: pd.DataFrame, unit: str = PER_TOKEN) -> None:
     Args:
         losses: From `loss_numbers`.
         unit: From `name_loss_unit`.
+        has_test: From `has_tests`.
     """
     means = losses["mean"].sort_values(kind="stable")
     own = losses[has_seeds(losses.index)]
@@ -172,4 +174,4 @@ def print_lowest(losses: pd.DataFrame, unit: str = PER_TOKEN) -> None:
         higher = f" ({', '.join(others)})" if others else ""
         print_sentences(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} {unit}{higher}")
     if losses["chose"].any():
-        print_sentences(CHOICE_NOTE.format("losses"))
+        print_sentences(explain_choice("losses", has_test))

@@ -1191,7 +1191,10 @@ def test_problems_that_chose_a_rate_are_no_result(finished_sweep, capsys):
     """They have a table of their own without tests, and say so in a table or figure that names them."""
     text, folder = report_on(finished_sweep, capsys)
     note = "partly chance, so these accuracies are not a test of the methods."
-    assert f"{note} They are not in the other tables." in text
+    step = (
+        "For a test, train other seeds with one learning rate per method, or evaluate on problems that did not choose."
+    )
+    assert f"{note} They are not in the other tables." in text and step not in text
     assert {*pd.read_csv(folder / "accuracy.csv")["task"]} == {"b"}
     numbers = pd.read_csv(folder / "choice.csv")
     assert {*numbers["task"]} == {"development"} and numbers[["difference", "p"]].isna().all(axis=None)
@@ -1201,7 +1204,7 @@ def test_problems_that_chose_a_rate_are_no_result(finished_sweep, capsys):
     assert "57.00 ± 2.83" in text and note not in text
     text, _ = report_on(finished_sweep, capsys, filter={"task": "development"})
     saved = (folder / "own.tex").read_text()
-    assert note in text and note in " ".join(saved.split()) and "+12.00, not a test" in text
+    assert f"{note} {step}" in text and note in " ".join(saved.split()) and "+12.00, not a test" in text
     assert "textbf" not in saved and "not significant" not in text
     chosen = {**DEPTHS, "filter": {"task": "development"}}
     rows = figure_files.panel_rows(chosen, final_results(frames.load_results(finished_sweep)))
@@ -1511,7 +1514,8 @@ def test_report_explains_the_tests_that_it_has(finished_sweep, capsys):
     text, _ = report_on(finished_sweep, capsys)
     family = "Each difference is a test of its own, without correction for their number."
     sentence = "The 95% intervals and tests are over seeds (t test)."
-    assert f"{sentence} {family}" in text and "McNemar" not in text
+    assert f"{sentence} {family} An interval over two seeds reaches 12.7 standard errors to each side" in text
+    assert "McNemar" not in text
     text, _ = report_on(finished_sweep, capsys, filter={"task": "b"})  # one difference
     assert sentence in text and family not in text
     shutil.rmtree(finished_sweep / "lora/lr_0.002/seed_2")
@@ -1526,9 +1530,15 @@ def test_differences_name_the_seeds_that_they_leave_out(finished_sweep, capsys):
     """As after a failed run: of the summary, of a table of your own, and of the lowest held-out loss."""
     text, _ = report_on(finished_sweep, capsys)
     assert "common seed" not in text
-    shutil.rmtree(finished_sweep / "lora/lr_0.002/seed_2")
-    text, folder = report_on(finished_sweep, capsys)
     sentence = "A difference is over the seeds that both methods have: Loop Dropout"
+    path = finished_sweep / "lora/lr_0.002/seed_2/results.jsonl"
+    path.write_text(
+        "".join(line for line in path.open() if '"num_loops": 8' not in line)
+    )  # as in the middle of its evaluation
+    text, _ = report_on(finished_sweep, capsys)
+    assert f"{sentence} at K = 8 over 1 common seed, without seed 2." in text
+    shutil.rmtree(path.parent)
+    text, folder = report_on(finished_sweep, capsys)
     assert f"{sentence} over 1 common seed, without seed 2." in text
     numbers = pd.read_csv(folder / "accuracy.csv").query("method == 'Loop Dropout'")
     assert {*numbers["num_pairs"]} == {1} and {*numbers["unpaired"]} == {2}
@@ -1949,6 +1959,42 @@ def test_report_compares_methods_at_equal_settings(tmp_path):
         [f"Loop Dropout, lr {text}" for text in ("0.001", "0.001, p = 0.25", "0.002")],
         "+10.0, the same for each seed",
     )
+
+
+def test_report_names_other_settings_than_those_of_lora(tmp_path, capsys):
+    """Fields of the rule and settings without an effect are not among them, nor is one that is set to its default."""
+    ours = {"rule": "loop_dropout", "p": 0.5, "max_steps": 8, "lora_r": 16, "logging_steps": 5}
+    recipes = {
+        "lora": {"rule": "lora", "max_steps": 4, "lora_r": 8, "learning_rate": 0.001},
+        "ours": {**ours, "learning_rate": 0.002, "gradient_accumulation_steps": 1},
+    }
+    for name, recipe in recipes.items():
+        rows = [{"value": 50.0, "samples": "answers.jsonl"}, {"metric": "eval_loss", "task": "training", "value": 1.0}]
+        method = "LoRA" if name == "lora" else "Loop Dropout"
+        write(tmp_path / "runs" / name, rows, recipe, method=method)
+        write_lines(tmp_path / "runs" / name / "answers.jsonl", [{"correct": 1.0}] * 20)
+    text, folder = report_on(tmp_path / "runs", capsys)
+    settings = "learning_rate = 0.002 instead of 0.001, lora_r = 16 instead of 8, max_steps = 8 instead of 4"
+    sentence = f"Other settings than those of LoRA, from which a difference can come, too: Loop Dropout: {settings}."
+    assert text.count(sentence) == 1  # although it is true of both tables, whose files have it
+    for name in ("accuracy", "held_out_loss"):
+        assert sentence in " ".join((folder / f"{name}.md").read_text().split())
+    assert pd.read_csv(folder / "accuracy.csv")["other_settings"].dropna().tolist() == [settings]
+
+
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_chosen_learning_rates_are_no_other_settings(finished_sweep, capsys, is_chosen):
+    (finished_sweep / "lora/lr_0.002").rename(finished_sweep / "lora/lr_0.004")
+    for recipe in finished_sweep.glob("lora/lr_0.004/seed_*/recipe.yaml"):
+        dump_recipe({**load_recipe(recipe), "learning_rate": 0.004}, recipe)
+    shutil.rmtree(finished_sweep / "lora/lr_0.001")
+    shutil.rmtree(finished_sweep / "loop_dropout/lr_0.001")
+    if is_chosen:
+        update_summary(finished_sweep, choices={"lora": {"rates": [0.001, 0.004], "best": 0.004}})
+    else:
+        update_summary(finished_sweep, full_grid={"lora": True, "loop_dropout": True})
+    text, _ = report_on(finished_sweep, capsys)
+    assert ("Loop Dropout: learning_rate = 0.002 instead of 0.004." in text) != is_chosen
 
 
 def test_report_has_the_names_of_the_sweep(tmp_path, capsys):
@@ -2507,7 +2553,9 @@ def test_held_out_losses_that_chose_the_rates_are_no_test(tmp_path, capsys):
             history = [{"step": step, "eval_loss": 1.0 * seed} for step in (1, 2)]
             (tmp_path / run_name / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     choices = {method: {"rates": [0.001, 0.002], "best": 0.001} for method in ("lora", "loop_dropout")}
-    note = "partly chance, so these losses are not a test of the methods."
+    note = (
+        "partly chance, so these losses are not a test of the methods. For a test, train other seeds with one learning"
+    )
     spec = {"filter": {"metric": "eval_loss"}}
     text, folder = report_on(tmp_path / "mine", capsys)
     assert note not in text and pd.read_csv(folder / "held_out_loss.csv")["p"].notna().any()

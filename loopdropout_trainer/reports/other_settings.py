@@ -1,0 +1,88 @@
+"""The settings in which a method and the LoRA that it is compared with differ, next to the method itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pandas as pd
+
+from loopdropout_trainer.errors import short_repr
+from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.reports.frames import IGNORED
+from loopdropout_trainer.reports.recipe_columns import PREFIX, name_value, read_column
+from loopdropout_trainer.results.sweep_folder import find_choosing_task, read_summaries
+
+
+_OF_METHOD = {"rule", "run_name", "compare_with"}
+"""Fields of recipes that say which method it is, next to the fields of its rule."""
+
+
+def find_other_settings(ours: pd.DataFrame, baseline: pd.DataFrame) -> str:
+    """Return the settings in which a method differs from its LoRA, such as "max_steps = 8 instead of 4", or "".
+
+    The fields of the rule are the method itself. A learning rate that a sweep has chosen is left out, because the comparison
+    is one of methods at their best learning rates.
+
+    Args:
+        ours: Results of one label, which differ in no other setting than those without an effect.
+        baseline: Results of the LoRA, from `find_baseline`.
+    """
+    both = pd.concat([ours.iloc[:1], baseline.iloc[:1]])
+    texts = []
+    for column in sorted(both.columns[both.columns.str.startswith(PREFIX)].difference([*IGNORED])):
+        name = column.removeprefix(PREFIX)
+        saved = both[column]
+        is_equal = saved.isna().all() or saved.iloc[0] == saved.iloc[1]
+        if is_equal or name in _OF_METHOD or _is_of_rule(name, both):
+            continue
+        values = read_column(both, column)  # with defaults, which take seconds to load
+        own, other = _name_setting(values.iloc[0]), _name_setting(values.iloc[1])
+        if own != other and not (name == "learning_rate" and _is_chosen(both)):
+            texts.append(f"{name} = {own} instead of {other}")
+    return ", ".join(texts)
+
+
+def _is_of_rule(name: str, both: pd.DataFrame) -> bool:
+    """Return whether a field is one of a rule. LoRA lacks those of a rule that is not imported here."""
+    of_rules = {field.name for rule in RULES.values() for field in dataclasses.fields(rule)}
+    rule = both[f"{PREFIX}rule"].iloc[0] if f"{PREFIX}rule" in both else None
+    is_unknown_rule = rule not in RULES and pd.isna(both[f"{PREFIX}{name}"].iloc[1])
+    return name in of_rules or is_unknown_rule
+
+
+def _name_setting(value: Any) -> str:
+    """Return a value of a setting as a text of some words."""
+    if value is None or value is pd.NA or value != value:
+        return "the default"
+    return short_repr(name_value(value)).strip("'\"")
+
+
+def _is_chosen(both: pd.DataFrame) -> bool:
+    """Return whether a sweep has chosen the learning rates of two results."""
+    summaries = read_summaries(both["run"])
+    tasks = []
+    for run, variant in both[["run", "variant"]].itertuples(index=False):
+        summary = summaries[run]
+        tasks.append(find_choosing_task(summary, variant) if variant in summary.get("choices", {}) else None)
+    return None not in tasks
+
+
+def explain_other_settings(numbers: pd.DataFrame) -> list[str]:
+    """Return a sentence about the settings in which compared methods differ from their LoRA, or nothing without any.
+
+    Args:
+        numbers: Table with the level or index `method`, and the columns `difference` and `other_settings`.
+    """
+    if "other_settings" not in numbers:
+        return []
+    compared = numbers[numbers["difference"].notna()]
+    texts = pd.Series(compared["other_settings"].fillna("").to_numpy(), compared.index.get_level_values("method"))
+    methods: dict[str, dict[str, None]] = {}
+    for method, text in texts.items():
+        if text:
+            methods.setdefault(text, {})[method] = None
+    parts = [f"{', '.join(names)}: {text}" for text, names in methods.items()]
+    if not parts:
+        return []
+    return [f"Other settings than those of LoRA, from which a difference can come, too: {'; '.join(parts)}."]
