@@ -16,6 +16,7 @@ from loopdropout_trainer.files import lock_file, read_json_object, write_file
 from loopdropout_trainer.results.failures import describe_failures
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.run_states import describe_running, is_measured, is_running, name_runs
+from loopdropout_trainer.results.sweep_processes import describe_processes, find_processes
 from loopdropout_trainer.results.sweep_scores import NON_FINITE, read_score
 from loopdropout_trainer.settings.recipe import load_recipe
 from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE, list_runs
@@ -239,7 +240,7 @@ def describe_progress(folder: str | Path) -> str:
     sweeps = list_sweeps(summary)
     sentences = []
     for methods in sweeps:
-        running = describe_running(folder, _list_running(folder, methods))
+        running = _describe_work(folder, methods)
         title = "The sweep"
         if len(sweeps) > 1:
             title += f" of {', '.join(methods)}"
@@ -250,6 +251,18 @@ def describe_progress(folder: str | Path) -> str:
         sentences.append(f"{progress} {end}")
         sentences += describe_failures(folder, _list_failed(folder, summary, methods))
     return " ".join(sentences)
+
+
+def _describe_work(folder: str | Path, methods: Collection[str]) -> str:
+    """Return the words about the runs of some methods that processes train or measure now, or about the processes themselves.
+
+    Between two runs, a process of the sweep trains none. The words are "" if nobody works on the sweep.
+    """
+    running = describe_running(folder, _list_running(folder, methods))
+    if running:
+        return running
+    processes = describe_processes(find_processes(folder, methods))
+    return f"{processes} on it" if processes else ""
 
 
 def _list_running(folder: str | Path, methods: Collection[str]) -> list[str]:
