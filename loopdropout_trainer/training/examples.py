@@ -34,7 +34,9 @@ from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, check_chat_template, 
 from loopdropout_trainer.training.evaluation_fields import word_of
 
 
-_CONVERTERS = {"list": "from_list", "tuple": "from_list", "DataFrame": "from_pandas"}
+logger = logging.getLogger(__name__)
+
+_CONVERTERS = {"dict": "from_dict", "list": "from_list", "tuple": "from_list", "DataFrame": "from_pandas"}
 """Functions of `datasets.Dataset` that convert other containers of examples, by the name of the container's type."""
 
 
@@ -144,7 +146,8 @@ def check_datasets(arguments: Mapping[str, Any]) -> None:
     """Raise UserError if a dataset has no examples, or is a list or a table of pandas, which `Dataset` converts."""
     for title, dataset in name_datasets(arguments):
         kind = type(dataset).__name__
-        if isinstance(dataset, dict) and dataset:  # a `DatasetDict`, as `load_dataset` returns it
+        parts = [*dataset.values()] if isinstance(dataset, dict) else []
+        if parts and isinstance(parts[0], Dataset | IterableDataset):  # a `DatasetDict`, as `load_dataset` returns it
             splits = ", ".join(map(str, dataset))
             chosen = "train" if "train" in dataset else next(iter(dataset))
             raise UserError(
@@ -229,6 +232,25 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
         if not any({*example}.issuperset(columns) for columns in readable):
             raise wrong_columns(title, readable, example, _find_fix(example, readable, formats))
         _check_one_format(title, dataset, example, formats)
+
+
+def warn_of_unused_function(arguments: Mapping[str, Any]) -> None:
+    """Warn if `formatting_func` has no effect, because TRL reads other columns of the examples before its texts.
+
+    Args:
+        arguments: Arguments of a trainer.
+    """
+    if arguments.get("formatting_func") is None:
+        return
+    for title, dataset in name_datasets(arguments):
+        example = read_first(dataset) or {}
+        chats = [name for name in ("messages", "conversations") if isinstance(example.get(name), list)]
+        read_before = ["prompt"] if "prompt" in example else chats
+        if read_before:
+            logger.warning(
+                f"`formatting_func` has no effect on {title}, because TRL reads the column `{read_before[0]}` first. Make the "
+                "texts before, by `dataset.map(lambda row: {'text': function(row)}, remove_columns=dataset.column_names)`."
+            )
 
 
 def _find_fix(

@@ -59,6 +59,7 @@ from loopdropout_trainer.training.examples import (
     hide_length_warnings,
     name_datasets,
     skips_preparation,
+    warn_of_unused_function,
 )
 from loopdropout_trainer.training.gating import GatingMixin
 from loopdropout_trainer.training.optimizer import OptimizerMixin
@@ -226,6 +227,8 @@ class AdapterTrainingMixin(
             for name in ("eos_token", "pad_token"):
                 check_token(tokenizer, name, getattr(args, name, None))
         self._num_given = {}
+        if self._reads_columns({**arguments, "formatting_func": None}):
+            warn_of_unused_function(arguments)
         if not self._reads_columns(arguments):
             return
         for title, dataset in name_datasets(arguments):

@@ -31,6 +31,7 @@ from loopdropout_trainer.training.setup import with_gates
 TURNS = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
 CHAT = Dataset.from_list([{"messages": TURNS}] * 4)
 QUESTIONS = Dataset.from_list([{"question": "1 + 1?", "answer": "2"}] * 4)
+SHORT = Dataset.from_list([{"prompt": "1 + 1?", "completion": " 2"}] * 4)
 PROMPTS = Dataset.from_list([{"prompt": TURNS[:1]}] * 4)
 PAIRS = Dataset.from_list([{"chosen": TURNS, "rejected": TURNS}] * 4)
 
@@ -442,9 +443,18 @@ def test_wrong_columns_of_streams_and_held_out_examples(make):
         make(SFT, Dataset.from_list([{"story": "b"}]), {"one": QUESTIONS}, dataset_text_field="story")
 
 
-def test_own_preparations_read_any_columns(make):
+def test_own_preparations_read_any_columns(make, log):
     make(SFT, QUESTIONS, formatting_func=lambda row: row["question"] + row["answer"])
     make(OwnPreparation, QUESTIONS)
+    assert "no effect" not in log.text
+
+
+@pytest.mark.parametrize(("rows", "column"), [(CHAT, "messages"), (SHORT, "prompt")])
+def test_formatting_function_without_effect_warns(config, log, rows, column):
+    data = {"train_dataset": rows, "processing_class": load_tokenizer("tiny-ouro", chat_template="tulu2")}
+    SFT("tiny-ouro", config(completion_only_loss=False), formatting_func=lambda row: "text", **data)
+    says = f"`formatting_func` has no effect on `train_dataset`, because TRL reads the column `{column}` first."
+    assert says in log.text
 
 
 class OtherTrainer(GateSamplingMixin, SFTTrainer):
@@ -467,6 +477,8 @@ def test_other_containers_name_the_conversion(make, cls, convert, function):
         make(cls, convert(QUESTIONS))
     with user_error("got a list of them. Join them by `datasets.concatenate_datasets`"):
         make(cls, [QUESTIONS, QUESTIONS])
+    with user_error("got a dict. Convert it by `datasets.Dataset.from_dict`"):
+        make(cls, QUESTIONS.to_dict())
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
