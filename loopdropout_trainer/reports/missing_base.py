@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -29,6 +29,25 @@ from loopdropout_trainer.settings.fields import items_of
 from loopdropout_trainer.settings.read_yaml import read_yaml_file
 
 
+class Lacking(NamedTuple):
+    """An accuracy that the base model lacks.
+
+    Attributes:
+        folder: Folder of the recipe that has the task.
+        limit: Limit of the problems, or None for all.
+        task, depth: Place of the accuracy.
+        num_problems: Number of problems if the base model was evaluated there on another number, else None.
+        is_changed: Whether it was evaluated there on as many other problems.
+    """
+
+    folder: str
+    limit: int | None
+    task: str
+    depth: float
+    num_problems: float | None
+    is_changed: bool
+
+
 def describe_missing_base(results: pd.DataFrame) -> list[str]:
     """Return a sentence with a command for the accuracies of the base model that the table of a report lacks.
 
@@ -36,18 +55,27 @@ def describe_missing_base(results: pd.DataFrame) -> list[str]:
     model has one at the same depth, on the same problems and over the same base model, and if a recipe has its task. If it
     has one on as many other problems, the table does not show the difference, so there is a sentence in any case.
     """
+    groups: dict[tuple[str, bool, int | None], list[Lacking]] = {}
+    for lacking in _find_lacking(results):
+        groups.setdefault((lacking.folder, lacking.is_changed, lacking.limit), []).append(lacking)
+    sentences = []
+    for (folder, is_changed, limit), group in groups.items():
+        describe = _describe_changed_problems if is_changed else _describe_commands
+        sentences += describe(folder, read_recipe(folder), group, limit)
+    return sentences
+
+
+def _find_lacking(results: pd.DataFrame) -> list[Lacking]:
+    """Return the accuracies that the base model lacks, each one once."""
     accuracy = select_accuracies(results).assign(base=_name_bases(results))
     trained = accuracy[~is_of_base(accuracy) & accuracy["readout"].isna() & (accuracy["task"] != DEVELOPMENT)]
     of_base = accuracy[is_of_base(accuracy)]
     known = set(of_base[PLACE].itertuples(index=False, name=None))
     evaluated = {place[:3] for place in known}  # perhaps on other problems
     sizes = set(of_base[[*PLACE[:3], "n"]].itertuples(index=False, name=None))
-    sentences = []
+    found = []
     for folder, rows in trained.groupby(_find_folders(trained), sort=False):
         recipe = read_recipe(folder)
-        lacking: dict[int | None, dict[str, set[float]]] = {}  # depths by task, of each limit
-        names: dict[tuple[int | None, str], str] = {}  # printed name of each task with each limit
-        changed: dict[int | None, dict[str, set[float]]] = {}  # as `lacking`, measured on as many other problems
         for row in rows.to_dict("records"):
             place = tuple(row[name] for name in PLACE)
             is_changed = (*place[:3], row["n"]) in sizes
@@ -55,31 +83,22 @@ def describe_missing_base(results: pd.DataFrame) -> list[str]:
             if place in known or not (has_task or is_changed):
                 continue
             known.add(place)  # the command measures it for all runs
+            num_problems = row["n"] if place[:3] in evaluated else None
             limit = _find_limit(row, recipe)
-            if is_changed:
-                changed.setdefault(limit, {}).setdefault(row["task"], set()).add(row["num_loops"])
-                continue
-            lacking.setdefault(limit, {}).setdefault(row["task"], set()).add(row["num_loops"])
-            if place[:3] in evaluated:  # the table has it, on another number of problems
-                names[limit, row["task"]] = f"the same {row['n']:,.0f} problems of {row['task']}"
-        for limit, depths_of_task in lacking.items():
-            named = {task: names.get((limit, task), task) for task in depths_of_task}
-            sentences += _describe_commands(folder, recipe, depths_of_task, limit, named)
-        for limit, depths_of_task in changed.items():
-            sentences += _describe_changed_problems(folder, recipe, depths_of_task, limit)
-    return sentences
+            found.append(Lacking(folder, limit, row["task"], row["num_loops"], num_problems, is_changed))
+    return found
 
 
 def _describe_changed_problems(
-    folder: str, recipe: dict[str, Any], depths_of_task: dict[str, set[float]], limit: int | None
+    folder: str, recipe: dict[str, Any], group: Sequence[Lacking], limit: int | None
 ) -> list[str]:
     """Return a sentence for each task whose problems have changed between the base model's measurement and another one.
 
     The present ones can be those of either measurement, so both may have to be repeated. Arguments: as `_describe_commands`.
     """
     sentences = []
-    for task, depths in depths_of_task.items():
-        texts = [f"{depth:g}" for depth in sorted(depths)]
+    for task, depths in _list_depths(group).items():
+        texts = [f"{depth:g}" for depth in depths]
         sentence = (
             f"The accuracies of the base model on {task} at K = {', '.join(texts)} are on other problems than those of "
             "trained models, although on as many. The file or data set of the task has changed between the measurements. "
@@ -125,25 +144,22 @@ def _find_limit(row: dict[str, Any], recipe: dict[str, Any]) -> int | None:
     return limit
 
 
-def _describe_commands(
-    folder: str,
-    recipe: dict[str, Any],
-    depths_of_task: dict[str, set[float]],
-    limit: int | None,
-    names: Mapping[str, str],
-) -> list[str]:
+def _describe_commands(folder: str, recipe: dict[str, Any], group: Sequence[Lacking], limit: int | None) -> list[str]:
     """Return a sentence with a command for each set of depths, because a command measures all of its tasks at all depths.
 
     Args:
         folder: Folder of the recipe.
         recipe: Recipe that has the tasks.
-        depths_of_task: Depths at which the base model was not evaluated, by task.
+        group: Accuracies that the base model lacks.
         limit: Number of problems of each task, or None for all.
-        names: Printed name of each task.
     """
+    names = {lacking.task: lacking.task for lacking in group}
+    for lacking in group:
+        if lacking.num_problems is not None:  # the table has it, on another number of problems
+            names[lacking.task] = f"the same {lacking.num_problems:,.0f} problems of {lacking.task}"
     tasks_of_depths: dict[tuple[float, ...], list[str]] = {}
-    for task, depths in depths_of_task.items():
-        tasks_of_depths.setdefault(tuple(sorted(depths)), []).append(task)
+    for task, depths in _list_depths(group).items():
+        tasks_of_depths.setdefault(depths, []).append(task)
     sentences = []
     for depths, tasks in tasks_of_depths.items():
         texts = [f"{depth:g}" for depth in depths]
@@ -155,6 +171,14 @@ def _describe_commands(
             f"next report has it.{_explain_absent_file(folder, files)}"
         )
     return sentences
+
+
+def _list_depths(group: Sequence[Lacking]) -> dict[str, tuple[float, ...]]:
+    """Return the depths of some accuracies by task, in ascending order."""
+    depths: dict[str, set[float]] = {}
+    for lacking in group:
+        depths.setdefault(lacking.task, set()).add(lacking.depth)
+    return {task: tuple(sorted(own)) for task, own in depths.items()}
 
 
 def _find_benchmark_files(recipe: dict[str, Any], tasks: Sequence[str]) -> list[str]:
