@@ -16,9 +16,10 @@ from loopdropout_trainer.data import DataArguments, LeftOut
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gates.rule import check_rule_name
+from loopdropout_trainer.jobs.base_results import evaluate_base
 from loopdropout_trainer.jobs.checks import check_scored_loops, check_settings
 from loopdropout_trainer.jobs.example_plan import describe_left_out, describe_loaded
-from loopdropout_trainer.jobs.measuring import evaluate_at_depths, measure
+from loopdropout_trainer.jobs.measuring import measure
 from loopdropout_trainer.jobs.plan import (
     describe_plan,
     describe_trained,
@@ -338,8 +339,7 @@ class Job:
                     code["trained_shares"] = self.loaded.trained_shares
             write_run(folder, status="trained" if is_trained else "training", **code)
         if run.script_args.evaluate_base:  # in a folder that a report understands if this is killed
-            with trainer.model.disable_adapter():
-                evaluate_at_depths(trainer, run, self.tasks)
+            evaluate_base(trainer, run, self.tasks)
         if self.progress is None:
             self.progress = JobProgressCallback(num_trainings)
         self.progress.attach(trainer, run.title)

@@ -26,9 +26,10 @@ from helpers.tiny import TINY, tiny_hrm, tiny_ouro
 from loopdropout_trainer import default_peft_config, load_model
 from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.evaluation import LoopedLM
 from loopdropout_trainer.files import describe_version
 from loopdropout_trainer.gates import RULES
-from loopdropout_trainer.jobs import job, measuring
+from loopdropout_trainer.jobs import base_results, job
 from loopdropout_trainer.jobs.plan import describe_length, print_next_commands
 from loopdropout_trainer.jobs.runs import Run
 from loopdropout_trainer.jobs.starts import measure_sizes
@@ -38,9 +39,11 @@ from loopdropout_trainer.reports.tables import accuracy_numbers
 from loopdropout_trainer.results.run_files import (
     is_finished,
     measurement_folder,
+    read_own_results,
     read_recipe,
     read_results,
     read_run,
+    read_samples,
     write_results,
     write_run,
 )
@@ -364,23 +367,43 @@ def test_results_belong_to_the_best_checkpoint(tmp_path):
         assert f"| Held-out loss (nats per token), base model | {base['value']:.4f} (8 examples) |" in card
 
 
-def test_run_that_is_killed_in_the_base_evaluation_has_its_recipe(tmp_path, monkeypatch):
-    """So a report names it, and the same command starts it again."""
-    words = [TRAINING, ONE_TASK, "--compare_with null --evaluate_base true --benchmark_limit 1 --output_dir", tmp_path]
+def test_base_model_is_measured_once_in_a_sweep(tmp_path, monkeypatch):
+    """Later runs take over its results on the same problems. A run that is killed afterwards has its recipe and status.
+
+    So a report names it, and the same command starts it again.
+    """
+    words = [TRAINING, ONE_TASK, "--compare_with null --evaluate_base true"]
+    first, second = (tmp_path / f"lora/lr_0.1/seed_{seed}" for seed in (1, 2))
+    for folder in (first, second):
+        folder.mkdir(parents=True)
+        (folder / "sweep_recipe.yaml").touch()  # as a sweep starts it
 
     def measure_and_end(*given):
-        measuring.evaluate_at_depths(*given)
+        base_results.evaluate_base(*given)
         sys.exit("killed")
 
+    def train(folder, limit):
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit, match="killed"):
+            run_words = [*words, "--benchmark_limit", limit, "--output_dir", folder]
+            SCRIPTS["sft"].main(" ".join(map(str, run_words)).split())
+        return out.getvalue()
+
+    monkeypatch.setattr(job, "evaluate_base", measure_and_end)
+    train(first, 1)
+    assert load_recipe(first / "recipe.yaml")["evaluate_base"] is True and read_run(first)["status"] == "training"
+    assert {*load_results(first)["method"]} == {"base model"}
+    assert "evaluate the base model on the same problems" in run(*words, "--output_dir", first, "--dry_run true")
     with monkeypatch.context() as patched:
-        patched.setattr(job, "evaluate_at_depths", measure_and_end)
-        with pytest.raises(SystemExit, match="killed"):
-            run(*words)
-    assert (
-        load_recipe(tmp_path / "recipe.yaml")["evaluate_base"] is True and read_run(tmp_path)["status"] == "training"
-    )
-    assert {*load_results(tmp_path)["method"]} == {"base model"}
-    assert "evaluate the base model on the same problems" in run(*words, "--dry_run true")
+        patched.setattr(LoopedLM, "generate_until", lambda *given: pytest.fail("it is measured again"))
+        text = train(second, 1)
+        assert f"at K = 4 are those of {first}, which measured the same problems." in " ".join(text.split())
+        assert read_own_results(second) == [{**row, "folder": str(second)} for row in read_own_results(first)]
+        for row in read_own_results(second):
+            if "samples" in row:
+                assert read_samples(row) == read_samples({**row, "folder": first})
+    shutil.rmtree(second / "cache", ignore_errors=True)
+    train(second, 2)
+    assert {row["n"] for row in read_own_results(second) if row["metric"] == "accuracy"} == {2}
 
 
 STOPS_EARLY = f"{FEW_MEASUREMENTS} --compare_with null --learning_rate 0.1 --eval_strategy steps --eval_steps 2"
