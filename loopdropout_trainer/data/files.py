@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 _DAMAGES = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 """Errors about a damaged compressed file. They are not among those of other files."""
 
+_LOAD_ERRORS = (OSError, ValueError, StopIteration, *_DAMAGES)
+"""Errors about files that `datasets` cannot load. An empty JSON file raises StopIteration."""
+
 _BLOCK = 1 << 16
 """Number of bytes that are read together in the search for the first character of a file."""
 
@@ -62,13 +65,7 @@ def load_rows(source: DataSource) -> Dataset:
         rows = read_files(files, source.split) if files else _read_dataset(source)
     except UserError:
         raise
-    except (
-        OSError,
-        ValueError,
-        DatasetsError,
-        StopIteration,
-        *_DAMAGES,
-    ) as error:  # StopIteration from an empty JSON file
+    except (*_LOAD_ERRORS, DatasetsError) as error:
         raise _explain_load_error(source, files, error) from None
     if files:
         warn_of_mixed_types(rows, str(source))
