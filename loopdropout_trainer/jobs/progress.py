@@ -13,10 +13,19 @@ from typing import Any
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.limits import render_chat
 from loopdropout_trainer.results.run_files import is_of_base
 from loopdropout_trainer.terminal import format_value
 from loopdropout_trainer.training.distributed import IGNORED, shards_weights
@@ -127,7 +136,9 @@ class SampleCompletionsCallback(TrainerCallback):
         with torch.random.fork_rng():
             batch = self.trainer.data_collator([row])
         ids, trained = batch["input_ids"][0], batch["labels"][0] != IGNORED
-        start = int(trained.int().argmax()) or len(ids) // 2  # a text without prompt is divided in the middle
+        start = int(trained.int().argmax())
+        if start == 0:  # the whole text is trained, without a prompt
+            start = _find_last_answer(self.trainer.processing_class, ids.tolist()) or len(ids) // 2
         # The reference ends with the first answer: a chat has further turns behind it, and a packed row further examples.
         is_answer = trained[start:].tolist()
         length = is_answer.index(False) if False in is_answer else len(is_answer)
@@ -162,6 +173,24 @@ class SampleCompletionsCallback(TrainerCallback):
                 tqdm.write("\n".join(f"{name}: {value}" for name, value in sample.items()))
                 samples.append(sample)
             log_table(args, "samples", pd.DataFrame(samples))
+
+
+def _find_last_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int | None:
+    """Return the index of the first token of the last answer in a chat, or None if the text is not a chat."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    turns = [{"role": "user", "content": "x"}]
+    try:
+        question = render_chat(tokenizer, turns)
+        prompt = render_chat(tokenizer, turns, add_generation_prompt=True)
+    except UserError:  # the template needs other turns
+        return None
+    # The text that the template writes in front of each answer, such as "<|im_start|>assistant".
+    beginning = tokenizer(prompt.removeprefix(question), add_special_tokens=False)["input_ids"]
+    for start in range(len(ids) - 1, 0, -1):
+        if beginning and ids[:start][-len(beginning) :] == beginning:
+            return start
+    return None
 
 
 def log_table(args: TrainingArguments, name: str, table: pd.DataFrame) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import ProgressCallback, TrainerCallback, TrainerState
 
 from helpers.errors import user_error
 from helpers.trainers import Recorder, assert_same_weights, logged
-from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save, use_depth
+from loopdropout_trainer import LoopDropoutSFTTrainer, load_model, merge_and_save, use_depth
 from loopdropout_trainer.gates.depth import sample_depth
 from loopdropout_trainer.jobs.progress import JobProgressCallback, SampleCompletionsCallback
 from loopdropout_trainer.looped import find_looped_model
@@ -22,6 +23,7 @@ from loopdropout_trainer.results.training_results import describe_held_out_examp
 from loopdropout_trainer.saving.checkpoints import read_history
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.terminal import format_value
+from loopdropout_trainer.tokenizers import load_tokenizer
 from loopdropout_trainer.training import stopping
 from loopdropout_trainer.training.stopping import TrainingInterrupted
 
@@ -178,6 +180,26 @@ def test_sample_ends_with_the_first_answer(make_sft):
         trainer.data_collator = lambda rows, batch=batch: batch
         samples = SampleCompletionsCallback(trainer)
         assert samples.examples == [([1, 2], answer)]
+
+
+def test_sample_of_a_chat_begins_with_its_last_answer(config):
+    """Also if all turns are trained. A text that is not a chat is divided in the middle."""
+    turns = [
+        ("user", "1+1"),
+        ("assistant", "2"),
+        ("user", "Write down the number that comes after 41"),
+        ("assistant", "42"),
+    ]
+    chats = Dataset.from_list([{"messages": [{"role": role, "content": content} for role, content in turns]}])
+    data = {"processing_class": load_tokenizer("tiny-ouro", chat_template="tulu2")}
+    trainer = LoopDropoutSFTTrainer(
+        load_model("tiny-ouro"), config(max_length=None), train_dataset=chats, eval_dataset=chats, **data
+    )
+    prompt, answer = map(trainer.processing_class.decode, SampleCompletionsCallback(trainer).examples[0])
+    assert "after 41" in prompt and prompt.endswith("<|assistant|>\n")
+    assert answer.startswith("42")
+    trainer.eval_dataset = trainer.eval_dataset.map(lambda row: {"input_ids": row["input_ids"][:8]})
+    assert [len(part) for part in SampleCompletionsCallback(trainer).examples[0]] == [4, 4]
 
 
 def test_second_training_continues_the_count_of_tokens(make_sft):
