@@ -273,7 +273,14 @@ def _warn_of_others(trainer: Trainer) -> None:
     """Warn before a new training begins in a folder with checkpoints of another training."""
     folder = trainer.args.output_dir
     others = list_checkpoints(folder)
-    if others and trainer.is_world_process_zero():
+    if not others or not trainer.is_world_process_zero():
+        return
+    if next(complete_checkpoints(folder), None) is None:  # as after a program that was killed in its first saving
+        logger.warning(
+            f"{folder} has no checkpoint that a training can continue from, so this training starts at its first step. It "
+            "replaces the checkpoints of its own steps and keeps the others."
+        )
+    else:
         logger.warning(
             f"{folder} has checkpoints of an earlier training up to {others[-1].name}, which this training does not continue. "
             "It replaces the checkpoints of its own steps and keeps the others. To continue the earlier training, use "

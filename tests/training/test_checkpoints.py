@@ -104,6 +104,12 @@ def test_unfinished_newest_checkpoint_is_named(tmp_path, make_sft, checksums, ca
     make_sft(**fields).train(resume_from_checkpoint=True)
     assert f"{newest} is not used, because it {reason}" in caplog.text
     assert newest_checkpoint(tmp_path) == str(newest) and not leftover.exists()
+    for checkpoint in tmp_path.glob("checkpoint-*"):
+        (checkpoint / CHECKSUMS_FILE).write_text("{}")
+    caplog.clear()
+    make_sft(**fields).train(resume_from_checkpoint=True)
+    assert f"{tmp_path} has no checkpoint that a training can continue from" in caplog.text
+    assert "use `train(resume_from_checkpoint=True)`" not in caplog.text  # it is used already
 
 
 def test_leftovers_are_not_files_of_a_new_checkpoint(tmp_path, make_sft):
