@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from loopdropout_trainer.errors import UserError, check_type, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, check_type, closest_known, short_repr
 
 
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -118,7 +118,7 @@ def _read_item(item: Any) -> DataSource:
     hints = get_type_hints(DataSource)
     for name, value in item.items():
         if name not in hints:
-            hint = closest_match(_USUAL_NAMES.get(name, name), hints)
+            hint = closest_known(name, hints, _USUAL_NAMES)
             raise UserError(f"`{name}` is not a field of an item of `datasets`.{hint}")
         if name != "fraction":
             check_type(f"`{name}` in `datasets`", value, hints[name])

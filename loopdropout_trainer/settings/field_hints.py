@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from loopdropout_trainer.errors import UserError, closest_match, find_mistyped, short_repr
+from loopdropout_trainer.errors import UserError, closest_known, find_mistyped, short_repr
 
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def field_hint(
         own_name = next((own for own in (name, meant) if own in inner_fields.names), None)
         if own_name is not None:
             return f" Put fields of {inner_fields.noun} under `{field}`: {{{own_name}: {_name_value(value)}}}."
-    return closest_match(name, fields)
+    return closest_known(name, fields, USUAL_NAMES)
 
 
 def check_advice(given: Collection[str], fields: Collection[str], advice: Mapping[str, str]) -> None:

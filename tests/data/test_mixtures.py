@@ -159,6 +159,7 @@ WRONG = [
     ([{**A, "fraction": 0}, {**B, "fraction": 1}], "`fraction` of a.jsonl must be a number above 0, got 0"),
     ([{**A, "fraction": "half"}], "`fraction` of a.jsonl must be a number above 0, got 'half'"),
     ([{**A, "weight": 1}], "`weight` is not a field of an item of `datasets`. Did you mean 'fraction'"),
+    ([{**A, "weigth": 1}], "`weigth` is not a field of an item of `datasets`. Did you mean 'fraction'"),
     ([{**A, "split": 3}], "`split` in `datasets` must be a text, got 3"),
     ([{"split": "train"}], "`path` must be set for each item of `datasets`"),
     ([{"path": "json"}], "`data_files` must be set if `path` is json"),

@@ -452,6 +452,11 @@ def test_missing_folder_names_the_closest_one(tmp_path, monkeypatch):
         for read in (find_source, read_results):
             with user_error(f"{name}.* Did you mean '{folder}'"):
                 read(name)
+    Path("sweep/lora/p2").mkdir()
+    with user_error("Did you mean 'sweep/lora/p2'"):
+        find_source("sweep/lora/p_2")
+    with user_error(r"The folder sweep/lora/gpt2 does not exist\.$"):  # only half of its letters are the same
+        find_source("sweep/lora/gpt2")
     with user_error(r"The folder nothing/like/it does not exist\.$"):
         find_source("./nothing/like/it")
 
