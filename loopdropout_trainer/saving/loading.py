@@ -70,7 +70,8 @@ def load_model(
     Raises:
         UserError: If the model or the adapter does not exist, or the adapter does not fit the model.
     """
-    _check_placement(dtype, device)
+    check_dtype(dtype)
+    _check_device(device)
     as_path("name_or_path", name_or_path)
     source = find_source_of(name_or_path, adapter, revision)
     return load(
@@ -92,13 +93,17 @@ _KEYWORDS = (
 """Arguments of `load_model` and of transformers that people mistype."""
 
 
-def _check_placement(dtype: Any, device: Any) -> None:
-    """Raise UserError for a data type or a device that torch does not have, before the weights are read."""
+def check_dtype(dtype: Any) -> None:
+    """Raise UserError for a data type of a model's weights that torch does not have."""
     is_known = isinstance(dtype, torch.dtype) or dtype in ("auto", None)
     if not is_known and not (isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)):
         meant = USUAL_DTYPES.get(str(dtype))
         hint = "" if meant is None else f" Did you mean {meant!r}?"
         raise UserError(f"`dtype` must be auto, bfloat16, float16 or float32, got {short_repr(dtype)}.{hint}")
+
+
+def _check_device(device: Any) -> None:
+    """Raise UserError for a device that torch does not have, before the weights are read."""
     if device is None:
         return
     try:

@@ -20,6 +20,9 @@ from loopdropout_trainer.settings.read_yaml import read_yaml
 _COMMAS = re.compile(r"[\d.eE+-]+(,[\d.eE+-]+)+,?")
 """Numbers that are separated by commas."""
 
+_COMMA_AS_POINT = re.compile(r"0,\d+")
+"""A number below 1 with a comma instead of its point."""
+
 
 def _is_list(hint: Any) -> bool:
     """Return whether a field takes several values."""
@@ -75,10 +78,15 @@ def _check_null(name: str, value: Any, hint: Any) -> None:
 
 def _check_commas(name: str, value: Any, hint: Any) -> None:
     """Raise UserError with the right form if a list of numbers gets numbers with commas in one word, such as "1,2,3"."""
-    if not _takes_single_item(single_types(hint)):
+    types = single_types(hint)
+    if not _takes_single_item(types):
         return
     for word in items_of(value):
-        if isinstance(word, str) and _COMMAS.fullmatch(word):
+        if not isinstance(word, str):
+            continue
+        if _item_type(types) is float and _COMMA_AS_POINT.fullmatch(word):
+            continue  # the error about its type says to write a point
+        if _COMMAS.fullmatch(word):
             numbers = " ".join(word.replace(",", " ").split())
             raise UserError(
                 f"`{name}` must be {describe_accepted(hint)}, got {word!r}. Separate the numbers by spaces: `--{name} "

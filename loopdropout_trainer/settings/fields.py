@@ -156,7 +156,8 @@ def check_fields(instance: Any, names: Collection[str] | None = None) -> None:
         names: Fields to check. Default: all.
 
     Raises:
-        UserError: for a value out of bounds, and for a text or a mapping instead of a number.
+        UserError: for a value out of bounds, and for a text or a mapping instead of a number, and for one number
+            instead of a list of numbers.
     """
     hints = _type_hints(type(instance))
     for own in fields(instance):
@@ -164,14 +165,34 @@ def check_fields(instance: Any, names: Collection[str] | None = None) -> None:
             continue
         value = getattr(instance, own.name)
         types = single_types(hints[own.name]) - {None}
-        if value is not None and types and types <= {int, float} and not isinstance(value, Real):
-            raise UserError(
-                f"`{own.name}` must be {describe_type(hints[own.name])}, got {short_repr(value)}.{hint_at_number(value)}"
-            )
+        _check_is_number(own, value, hints[own.name])
         if types == {bool} and isinstance(value, str):  # "false" would count as true
             raise UserError(f"`{own.name}` must be true or false, got {short_repr(value)}.")
         check_choice(own.name, value, choices_of(own, types))
         check_value(own, value, hints[own.name])
+
+
+def _check_is_number(own: Field, value: Any, hint: Any) -> None:
+    """Raise UserError for a text instead of a number, also in a list, and for one number instead of a list of numbers.
+
+    A list that also takes one number is checked where its bounds are known, as `p` by its rule.
+    """
+    types = single_types(hint) - {None}
+    if value is None or not types:
+        return
+    advice = hint_at_number(value)
+    if types <= {int, float}:
+        is_wrong = not isinstance(value, Real)
+    elif types <= {list[int], list[float]} and not own.metadata.get("takes_one_number"):
+        is_wrong = any(isinstance(item, str) for item in items_of(value))
+        if isinstance(value, Real):
+            is_wrong = True
+            advice = f" Write [{value}]."
+    else:
+        return
+    if is_wrong:
+        kinds = own.metadata.get("kinds") or describe_type(hint)
+        raise UserError(f"`{own.name}` must be {kinds}, got {short_repr(value)}.{advice}")
 
 
 def choices_of(own: Field, types: Collection[Any]) -> list[str]:

@@ -89,6 +89,7 @@ class GateConfig:
     p: Probabilities = option(
         None,
         "Drop probability, one number in [0, 1) or one for each loop. Default: the rule's own value, 0.5 for `loop_dropout`.",
+        takes_one_number=True,
     )
     rule_args: dict[str, Any] | None = option(
         None, "Further fields of the rule, as a mapping (JSON on the command line)."
@@ -165,8 +166,8 @@ class GateConfig:
             hint = attribute_hint(name, value, vars(self))
             if hint is not None:
                 raise UserError(f"`{name}` is not a field of {type(self).__name__}.{hint}")
-        is_field = name in self.__dataclass_fields__
-        if is_field and hasattr(value, "tolist"):  # numbers of numpy and torch, which JSON and YAML do not know
+        # Numbers of numpy and torch, which JSON and YAML do not know.
+        if name in self.__dataclass_fields__ and hasattr(value, "tolist"):
             value = value.tolist()
         super().__setattr__(name, value)
 

@@ -28,7 +28,7 @@ from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain
 from loopdropout_trainer.renames import hide_library_warnings, renamed_attribute
 from loopdropout_trainer.saving.base_model import describe_weights, digest_weights
 from loopdropout_trainer.saving.facts import MODELS
-from loopdropout_trainer.saving.loading import explain_keywords, load_skeleton
+from loopdropout_trainer.saving.loading import check_dtype, explain_keywords, load_skeleton
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import check_end_token, check_token, load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.adapter_files import AdapterFilesMixin
@@ -214,6 +214,7 @@ class AdapterTrainingMixin(
             self.saved_facts["base_revision"] = find_source(model, revision=revision, accept=MODELS).commit
             check_checkpoint(model, revision)
             if args.model_init_kwargs:
+                check_dtype(args.model_init_kwargs.get("dtype"))
                 args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
             return external_skeleton(model, revision)
 

@@ -156,6 +156,12 @@ def test_quoted_numbers_name_the_fix(cls, tmp_path):
         with user_error(f"^`{field.name}` must be .*, got '1'. Write 1 without quotes.$"):
             parse([cls], [str(recipe)])
         if not {int, float} & single_types(hint):  # a list
+            for value in ("1", ["1"]):
+                with user_error(f"^`{field.name}` must be .*, got .*'1'.*. Write 1 without quotes.$"):
+                    cls(str(tmp_path), use_cpu=True, **{field.name: value})
+            if field.name != "p":
+                with user_error(rf"^`{field.name}` must be a list of numbers, got 1. Write \[1\].$"):
+                    cls(str(tmp_path), use_cpu=True, **{field.name: 1})
             continue
         with user_error(f"^`{field.name}` must be .*, got '1e-1'. Write 1e-1 without quotes.$"):
             cls(str(tmp_path), use_cpu=True, **{field.name: "1e-1"})
@@ -163,6 +169,7 @@ def test_quoted_numbers_name_the_fix(cls, tmp_path):
         ("p: [0.5, '.5']", "Write .5 without quotes."),
         ("bf16: 'false'", "Write false without quotes."),
         ("learning_rate: 0,5", "Write the number with a point, 0.5."),
+        ("p: 0,5", "Write the number with a point, 0.5."),
     ):
         recipe.write_text(f"{text}\n")
         with user_error(f" must be .*{re.escape(advice)}$"):

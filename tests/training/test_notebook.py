@@ -1140,6 +1140,7 @@ def test_training_inside_of_a_block_raises(make_sft):
     [
         ({"model_init_kwargs": [1]}, r"`model_init_kwargs` must be a mapping, got \[1\]"),
         ({"model_init_kwargs": {"foo": 1}}, "`foo` is not an argument of `from_pretrained`, nor a field"),
+        ({"model_init_kwargs": {"dtype": "fp32"}}, "`dtype` must be .* got 'fp32'. Did you mean 'float32'"),
         ({"report_to": "tensorbord"}, "`report_to`: tensorbord is not supported, only .*tensorboard"),
         ({"activation_offloading": True}, "`activation_offloading` must be false on a CPU, .* got True"),
     ],
