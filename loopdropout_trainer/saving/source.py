@@ -1,13 +1,13 @@
 """What a name given to a command is, and what it runs with.
 
-Every command takes a name: a folder, a repository on the Hub or `tiny-ouro`. `find_source` is the only function that looks at
-the files of a folder to find out what it is. It returns a `Source`, and `loading.load` loads it.
+Every command takes a name: a folder, a repository on the Hub or `tiny-ouro`. `find_source` is the only function that finds out
+what it is, by the files that `folders.find_files` looks at. It returns a `Source`, and `loading.load` loads it.
 
 A training writes `loop_dropout.json` next to its adapter, and merging writes it next to the merged model. The file has all
 that a later command needs, so that a folder that was renamed, copied or uploaded gives the same `Source`. Older folders
 without the file, or with an older version of it, are read from `adapter_config.json` and from the recipe of their run.
 
-To add a kind of folder, add it to `Kind` and `_find_files`, with a row in `TABLE` of tests/saving/test_source.py. A kind that
+To add a kind of folder, add it to `Kind` and `find_files`, with a row in `TABLE` of tests/saving/test_source.py. A kind that
 no command can load also needs its sentence in `_refusal`, and a row in `WRONG` instead.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.errors import UserError, as_path, check_name, choose_advice, count, join_command
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path, read_json_object
@@ -34,8 +34,9 @@ from loopdropout_trainer.results.run_files import (
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, to_metadata
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints, newest_checkpoint, warn_once
 from loopdropout_trainer.saving.facts import LOADABLE, MODELS, WITHOUT_MODEL, Kind, Source
-from loopdropout_trainer.saving.metadata import METADATA_FILE, read_metadata
-from loopdropout_trainer.saving.saved_adapter import SavedAdapter, holds_adapter, read_saved_adapter
+from loopdropout_trainer.saving.folders import Files, find_files, find_named
+from loopdropout_trainer.saving.metadata import read_metadata
+from loopdropout_trainer.saving.saved_adapter import SavedAdapter, read_saved_adapter
 from loopdropout_trainer.settings.recipe_folders import list_runs
 
 
@@ -43,18 +44,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-FILES_OF_A_RUN = (RECIPE_FILE, RUN_FILE, STATE_FILE, "training_args.bin")
-"""Files next to an adapter that a training, also one of another program, has saved in a folder of its own."""
-
 _SMALL_FILES = (*TOKENIZER_FILES, "*adapter_*", "looped.py", RECIPE_FILE, RESULTS_FILE)
 """Files of a repository that tell what it is. The weights of an adapter are among them, a model's are not."""
-
-
-class Files(NamedTuple):
-    """The kind of a folder, and the folder of its model or adapter, which is a subfolder for a named adapter."""
-
-    kind: Kind
-    folder: Path
 
 
 def find_source(
@@ -80,7 +71,7 @@ def find_source(
         repository, revision = split_revision(text, revision)
         folder, commit = download_files(repository, revision, what, _SMALL_FILES)
     metadata = read_metadata(folder)
-    files = _find_files(folder.resolve(), text, metadata)
+    files = find_files(folder.resolve(), text, metadata)
     if files.kind not in accept:
         raise UserError(_refusal(files.kind, text, folder))
     if files.kind in WITHOUT_MODEL:
@@ -132,107 +123,10 @@ def find_base(source: Source) -> Source:
     return replace(base, dtype=source.dtype or base.dtype)
 
 
-def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
-    """Return the kind of a folder by its files, and the folder that holds the model or the adapter.
-
-    PEFT saves the adapter `default` in the folder itself, and another adapter in a subfolder with its name. If there are
-    several, `loop_dropout.json` is next to the trained ones, of which the last training's is meant. A subfolder can also be
-    a run of its own, such as that of `compare_with`.
-
-    Raises:
-        UserError: If the folder holds neither a model nor an adapter, and is neither a run nor a sweep, or if several adapters
-            could be meant.
-    """
-    subfolders = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_FILE}"))]
-    named = [path for path in subfolders if not is_checkpoint(path) and not _is_own_run(path)]
-    trained = [path for path in named if (path / METADATA_FILE).is_file()]
-    if holds_adapter(folder):
-        if not trained:
-            return Files("adapter", folder)
-        if (folder / METADATA_FILE).is_file():
-            return Files("adapter", _find_last_trained([folder, *trained], folder))
-        return Files("adapter", _only(trained, name))
-    if (folder / "config.json").is_file():
-        return Files(_find_kind(folder, metadata), folder)
-    if named:
-        return Files("adapter", _only(trained or named, name))
-    # Saving an adapter begins with `loop_dropout.json`, which is alone in the folder if the process was killed there.
-    is_run = any((folder / file).is_file() for file in (RECIPE_FILE, RUN_FILE, METADATA_FILE))
-    if is_checkpoint(folder) or is_run or list_checkpoints(folder):
-        return Files("unfinished run", folder)
-    if list_runs(folder):
-        return Files("sweep", folder)
-    raise UserError(
-        f"The folder {name} holds neither a model nor an adapter: it has no config.json and no {CONFIG_FILE}, and it is not a "
-        f"run.{_describe_runs_below(folder, name)}"
-    )
-
-
-def _is_own_run(folder: Path) -> bool:
-    """Return whether a folder with an adapter is that of a training, and not of one of several adapters of a model."""
-    return any((folder / file).is_file() for file in FILES_OF_A_RUN)
-
-
-def _describe_runs_below(folder: Path, name: str) -> str:
-    """Return a sentence with a run in a folder of runs, or of one method of a sweep, or "" if there is none."""
-    runs = []
-    for depth in ("*", "*/*", "*/*/*"):  # the runs of a sweep are three folders below it
-        recipes = folder.glob(f"{depth}/{RECIPE_FILE}")
-        runs += sorted(path.parent for path in recipes if holds_adapter(path.parent))  # and not a merged model
-    if not runs:
-        return ""
-    # Without their number, because deeper folders can have more.
-    return f" Name one of the runs in it, such as {Path(name, runs[0].relative_to(folder))}."
-
-
-def _only(adapters: list[Path], name: str) -> Path:
-    """Return the only one of several folders of adapters, or raise UserError."""
-    if len(adapters) > 1:
-        names = ", ".join(path.name for path in adapters)
-        raise UserError(f"`adapter` must be the folder of one adapter, got {name} with the adapters {names}.")
-    return adapters[0]
-
-
-def _find_last_trained(adapters: list[Path], folder: Path) -> Path:
-    """Return the folder of the adapter that the last training in `folder` has trained, else `folder` itself."""
-    trainings = [row.get("training") for row in read_own_results(recipe_path(folder).parent) if is_of_training(row)]
-    chosen = folder
-    for path in adapters:
-        if trainings and read_metadata(path).get("training_id") == trainings[-1]:
-            chosen = path
-    names = {path: "default" if path == folder else path.name for path in adapters}
-    warn_once(f"{folder} holds the trained adapters {', '.join(names.values())}. The adapter {names[chosen]} is used.")
-    return chosen
-
-
-def _find_kind(folder: Path, metadata: Mapping[str, Any]) -> Kind:
-    """Return the kind of model in a folder: the saved one, or by the files of a folder that was saved without it."""
-    if metadata.get("kind") in MODELS:
-        return metadata["kind"]
-    if (folder / "looped.py").is_file():
-        return "standalone model"
-    if (folder / RECIPE_FILE).is_file():
-        return "merged model"
-    return "base model"
-
-
 def _refusal(kind: Kind, name: str, folder: Path) -> str:
     """Return why a kind of source cannot be used."""
     if kind == "unfinished run":
-        if is_checkpoint(folder):
-            return (
-                f"The checkpoint {name} is not complete: it has no {CONFIG_FILE}. Use another checkpoint of the run."
-            )
-        if _has_ended_in_python(folder):
-            return f"{name} has no adapter of its own, although its training has ended. In Python, {_advise_saving(folder)}"
-        newest = newest_checkpoint(folder)
-        if newest is None:
-            return f"The run in {name} has no model yet, and no complete checkpoint. Train it first."
-        option = choose_advice("`--resume_from_checkpoint true`", "`train(resume_from_checkpoint=True)`")
-        return (
-            f"The run in {name} has no model yet, because it is not finished. Its newest complete checkpoint is {newest}. Use "
-            f"that folder, or continue the training with {option}."
-        )
+        return f"{_refuse_unfinished(name, folder)}{_describe_other_adapter(name, folder)}"
     if kind == "sweep":
         runs = list_runs(folder)
         return (
@@ -245,6 +139,32 @@ def _refusal(kind: Kind, name: str, folder: Path) -> str:
             f"load it with `load_adapter(load_model(base), {name!r}, is_trainable=True)`."
         )
     return f"{name} must be an adapter, but it is a {kind}."
+
+
+def _refuse_unfinished(name: str, folder: Path) -> str:
+    """Return why a run or a checkpoint without an adapter of its own cannot be used, and what to do."""
+    if is_checkpoint(folder):
+        return f"The checkpoint {name} is not complete: it has no {CONFIG_FILE}. Use another checkpoint of the run."
+    if _has_ended_in_python(folder):
+        return (
+            f"{name} has no adapter of its own, although its training has ended. In Python, {_advise_saving(folder)}"
+        )
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        return f"The run in {name} has no model yet, and no complete checkpoint. Train it first."
+    option = choose_advice("`--resume_from_checkpoint true`", "`train(resume_from_checkpoint=True)`")
+    return (
+        f"The run in {name} has no model yet, because it is not finished. Its newest complete checkpoint is {newest}. Use "
+        f"that folder, or continue the training with {option}."
+    )
+
+
+def _describe_other_adapter(name: str, folder: Path) -> str:
+    """Return a sentence about an adapter in the folder of a run that another program has saved there, or ""."""
+    others = find_named(folder)
+    if not others:
+        return ""
+    return f" To load the other adapter in it, name its own folder {Path(name, others[0].name)}."
 
 
 def _advise_saving(run: Path) -> str:

@@ -308,6 +308,35 @@ def test_runs_in_a_folder_are_not_its_adapters(places, tmp_path, caplog):
         find_source(tmp_path / "sweep/lora")
 
 
+def test_adapter_of_another_program_is_not_that_of_its_run(places, tmp_path, caplog):
+    """Such as one that `save_pretrained` has written into a subfolder: it was loaded without a word."""
+    folder = tmp_path / "several"
+    for place in (folder / "mine", places["stopped"] / "mine"):
+        place.mkdir(parents=True)
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copy(places["run"] / name, place)
+    try:
+        with user_error(f"The run in .* name its own folder {places['stopped'] / 'mine'}."):
+            find_source(places["stopped"])
+    finally:
+        shutil.rmtree(places["stopped"] / "mine")
+    assert not caplog.text
+    assert find_source(folder).folder == folder / "mine"
+    assert f"{folder} holds no trained adapter itself. The adapter in its subfolder mine is used." in caplog.text
+    # A trainer of another program has saved a named adapter, next to its checkpoints.
+    (folder / "checkpoint-1").mkdir()
+    shutil.copy(places["run"] / "checkpoint-1/adapter_config.json", folder / "checkpoint-1")
+    with user_error("has no model yet"):
+        find_source(folder)
+    (folder / "training_args.bin").touch()
+    assert find_source(folder).folder == folder / "mine"
+    shutil.rmtree(folder / "checkpoint-1")
+    (folder / "training_args.bin").unlink()
+    shutil.copytree(places["run"], folder / "of a sweep/seed_1")
+    with user_error(f"`adapter` must be .*, got {folder} with the adapters mine, of a sweep/seed_1."):
+        find_source(folder)
+
+
 def test_copies_of_a_training_give_the_same_source(places):
     """The folder was renamed, copied without its recipe, or uploaded."""
     first = find(places, "run")
