@@ -54,9 +54,6 @@ _repr.maxdict = _repr.maxlist = 6
 _ALMOST_SAME = 0.85
 """Least similarity of a mistyped name to the choice that it means, whatever the other choices are."""
 
-_ALMOST_USUAL = 0.8
-"""Least similarity of a mistyped name to a name by habit, of which there are many."""
-
 _LEAST_BEGINNING = 4
 _SIMILAR_BEGINNING = 0.8
 """Least length of a mistyped name that is compared with the beginnings of longer names, and their least similarity."""
@@ -166,23 +163,6 @@ def closest_match(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str
     if difflib.SequenceMatcher(None, closest, written).ratio() < _ALMOST_SAME:
         closest = _find_same_beginning(written, in_lower_case) or closest
     return f" Did you mean {in_lower_case[closest]!r}?"
-
-
-def closest_known(name: str, choices: Iterable[str], usual_names: Mapping[str, str]) -> str:
-    """Return the end of a message about an unknown name as `closest_match` does, also for a name by habit with a mistake.
-
-    Args:
-        name: Unknown name.
-        choices: Known names.
-        usual_names: Names that people type by habit, and the choices that they mean.
-    """
-    choices = list(choices)
-    usual_names = {usual: meant for usual, meant in usual_names.items() if meant in choices}
-    found = closest_match(usual_names.get(name, name), choices)
-    if found:
-        return found
-    mistyped = difflib.get_close_matches(str(name).lower(), usual_names, n=1, cutoff=_ALMOST_USUAL)
-    return closest_match(usual_names[mistyped[0]], choices) if mistyped else ""
 
 
 def _find_same_beginning(name: str, choices: Iterable[str]) -> str | None:

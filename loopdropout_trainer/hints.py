@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,27 @@ USUAL_DTYPES = {
     "full": "float32",
 }
 """Other words for data types, and their names here."""
+
+
+_ALMOST_USUAL = 0.8
+"""Least similarity of a mistyped name to a name by habit, of which there are many."""
+
+
+def closest_known(name: str, choices: Iterable[str], usual_names: Mapping[str, str]) -> str:
+    """Return the end of a message about an unknown name as `closest_match` does, also for a name by habit with a mistake.
+
+    Args:
+        name: Unknown name.
+        choices: Known names.
+        usual_names: Names that people type by habit, and the choices that they mean.
+    """
+    choices = list(choices)
+    usual_names = {usual: meant for usual, meant in usual_names.items() if meant in choices}
+    found = closest_match(usual_names.get(name, name), choices)
+    if found:
+        return found
+    mistyped = difflib.get_close_matches(str(name).lower(), usual_names, n=1, cutoff=_ALMOST_USUAL)
+    return closest_match(usual_names[mistyped[0]], choices) if mistyped else ""
 
 
 def list_hint(word: str) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from loopdropout_trainer.errors import UserError, check_type, closest_known, short_repr
+from loopdropout_trainer.errors import UserError, check_type, short_repr
+from loopdropout_trainer.hints import closest_known
 
 
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}

@@ -8,7 +8,8 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from loopdropout_trainer.errors import UserError, closest_known, find_mistyped, short_repr
+from loopdropout_trainer.errors import UserError, find_mistyped, short_repr
+from loopdropout_trainer.hints import closest_known
 
 
 logger = logging.getLogger(__name__)
