@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers.errors import user_error
 from helpers.files import load_script
+from helpers.hub import running_hub
 from helpers.processes import ENVIRONMENT, python
 from helpers.tiny import TINY, tiny_hrm, tiny_ouro, with_adapter
 from helpers.tokenizer import byte_tokenizer
@@ -599,6 +600,16 @@ def test_push_uploads_the_merged_folder(tmp_path, monkeypatch):
     create.assert_called_once_with("someone/model", private=True, exist_ok=True)
     assert upload.call_args.kwargs["folder_path"] == folder
     assert "# someone/model\n" in card_of(folder) and '_pretrained("someone/model", ' in card_of(folder)
+
+
+def test_push_that_the_hub_refuses_is_not_one_without_a_connection(saved, monkeypatch):
+    """The Hub's Xet client has the same error for both. This Hub has no Xet, so that it answers with 404."""
+    with running_hub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
+        with user_error(r"^The push to me/x failed \(.*404 .* Log in with `hf auth login`"):
+            push_merged_to_hub(saved / "merged", "me/x", token=TOKEN)
 
 
 def test_failed_push_keeps_the_model_and_hides_the_token(tmp_path, monkeypatch):
