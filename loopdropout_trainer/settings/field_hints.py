@@ -142,6 +142,7 @@ OF_OTHER_SCRIPTS = {
         "learning_rates",
         "It is a field of a training, whose recipe is the field `recipe` of a sweep.",
     ),
+    "push_to_hub": ("hub_model_id", "Set `hub_model_id` to the name of the repository to push to."),
 }
 """Fields that show that a recipe is one of another script: a field of the running script, and what to do."""
 

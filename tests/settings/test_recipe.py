@@ -544,6 +544,8 @@ def test_recipes_of_another_script_name_it(write):
         parse(SFT_TYPES, [write("recipe: quickstart.yaml\n")])
     with user_error("`model_name_or_path` is not .* whose recipe is the field `recipe` of a sweep"):
         parse((load_script("recipes/sweep.py").Sweep,), ["quickstart.yaml"])
+    with user_error("`push_to_hub` is not .* Set `hub_model_id` to the name of the repository"):
+        parse((load_script("recipes/push.py").PushArguments,), ["--push_to_hub", "true"])
 
 
 def test_accepted_single_value_of_a_list_is_named():
