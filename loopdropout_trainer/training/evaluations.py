@@ -1,9 +1,12 @@
-"""`evaluate` and `predict` of the trainers, which run the model with all gates at 1 outside of blocks."""
+"""`evaluate`, `predict` and their loaders of the trainers, which run the model with all gates at 1 outside of blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch.utils.data import DataLoader
 from transformers.trainer_utils import PredictionOutput
 
 from loopdropout_trainer.lora import check_present
@@ -16,6 +19,9 @@ from loopdropout_trainer.training.stopping import closing_bars
 
 class EvaluationMixin:
     """`evaluate` and `predict` of a TRL trainer. `AdapterTrainingMixin` lists its attributes."""
+
+    _loads_prepared = False
+    """Whether `evaluate` or `predict` runs, whose datasets have been prepared."""
 
     @hint_at_arguments
     def evaluate(
@@ -30,7 +36,7 @@ class EvaluationMixin:
         eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
         self._forget_drawn_gates()
         hide_bars = hide_bars_of_few({"eval_dataset": eval_dataset})  # newer releases of TRL prepare again
-        with hide_library_warnings(), closing_bars(self), self._step_clock.pause(), hide_bars:
+        with hide_library_warnings(), closing_bars(self), self._step_clock.pause(), hide_bars, self._load_prepared():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     @hint_at_arguments
@@ -45,5 +51,27 @@ class EvaluationMixin:
         check_present(self.model)
         test_dataset = prepare_given(self, "test_dataset", test_dataset)
         self._forget_drawn_gates()
-        with hide_library_warnings(), closing_bars(self):
+        with hide_library_warnings(), closing_bars(self), self._load_prepared():
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return the loader of the held-out examples. A dataset that you give is prepared as the training data."""
+        if not self._loads_prepared:
+            eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Return the loader of examples in their order, which are prepared as the training data."""
+        if not self._loads_prepared:
+            test_dataset = prepare_given(self, "test_dataset", test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
+    @contextmanager
+    def _load_prepared(self) -> Iterator[None]:
+        """Let the loaders take datasets unchanged in this block, because `evaluate` and `predict` have prepared them."""
+        before = self._loads_prepared
+        self._loads_prepared = True
+        try:
+            yield
+        finally:
+            self._loads_prepared = before

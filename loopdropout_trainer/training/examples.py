@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import cached_file
 
 from loopdropout_trainer.data.bars import hide_short_bars
@@ -423,3 +423,13 @@ def choose_template(args: TrainingArguments, tokenizer: PreTrainedTokenizerBase)
     except (OSError, ValueError):
         raise unknown_template("chat_template_path", name, others) from None
     return name
+
+
+def load_template_source(name: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer whose chat template TRL copies, because `chat_template_path` names it. TRL loads it so, too."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"`chat_template_path` must name a tokenizer with a chat template, got {name!r}, which has none."
+        )
+    return tokenizer

@@ -1,4 +1,4 @@
-"""The data that a trainer's `evaluate` and `predict` get: checked and prepared as the data of its training."""
+"""The data that a trainer's `evaluate`, `predict` and loaders get: checked and prepared as the data of its training."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ def prepare_given(trainer: Any, argument: str, dataset: Any) -> Any:
             f"`eval_dataset` must be a `Dataset` or the name of a held-out dataset of the trainer, which has {known}, got "
             f"{short_repr(dataset)}."
         )
-    arguments = {argument: dataset, "args": trainer.args, "processing_class": trainer.processing_class}
+    tokenizer = trainer.processing_class  # which has the chat template of `chat_template_path` by now
+    arguments = {argument: dataset, "args": trainer.args, "processing_class": tokenizer}
+    arguments["formatting_func"] = trainer.formatting_func
     check_datasets(arguments)
     if skips_preparation(trainer.args):
         return dataset
-    if trainer._reads_columns({**arguments, "formatting_func": trainer.formatting_func}):
-        trainer._check_rows_of(arguments)
-    prepared = _prepare(trainer, argument, arguments[argument])
+    if trainer._reads_columns(arguments):
+        trainer._check_rows_of(arguments, tokenizer)
+    with trainer._explain_rows(arguments):
+        prepared = _prepare(trainer, argument, arguments[argument])
     vocabulary = trainer.model.get_input_embeddings().num_embeddings
     for title, part in name_datasets({argument: prepared}):
         check_token_ids(title, part, vocabulary)
@@ -56,7 +59,8 @@ def _check_own(trainer: Any, argument: str) -> None:
     """Raise UserError if a trainer has no examples of its own to use instead of those that are not given."""
     if argument == "test_dataset":
         raise UserError("`test_dataset` must be given, as in `trainer.predict(dataset)`, got None.")
-    is_made_by_user = not type(trainer).get_eval_dataloader.__module__.startswith(("transformers.", "trl."))
+    module = type(trainer).get_eval_dataloader.__module__
+    is_made_by_user = not module.startswith(("transformers.", "trl.", "loopdropout_trainer."))
     if trainer.eval_dataset is None and not is_made_by_user:
         raise UserError(
             "`eval_dataset` must be given, as in `trainer.evaluate(dataset)`, because this trainer was made without held-out "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,6 +58,7 @@ from loopdropout_trainer.training.examples import (
     explain_row,
     hide_bars_of_few,
     hide_length_warnings,
+    load_template_source,
     name_datasets,
     skips_preparation,
     warn_of_unused_function,
@@ -94,19 +96,15 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
         bound.apply_defaults()
         arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
         self._before_init(arguments)
-        try:
-            with (
-                explain_imports(_name_of(arguments["model"])),
-                explain_keywords(arguments["args"].model_init_kwargs or {}),
-                hide_bars_of_few(arguments),
-                hide_library_warnings(),
-                hide_length_warnings(arguments["args"]),
-            ):
-                super(AdapterTrainingMixin, self).__init__(**arguments)
-        except (TemplateError, UserError):  # mostly of a chat template
-            if self._reads_columns(arguments):
-                explain_row(arguments, self.formats(arguments["args"]), arguments["processing_class"])
-            raise
+        with (
+            self._explain_rows(arguments),
+            explain_imports(_name_of(arguments["model"])),
+            explain_keywords(arguments["args"].model_init_kwargs or {}),
+            hide_bars_of_few(arguments),
+            hide_library_warnings(),
+            hide_length_warnings(arguments["args"]),
+        ):
+            super(AdapterTrainingMixin, self).__init__(**arguments)
         self._after_init()
         self._keep_fields()
 
@@ -237,21 +235,38 @@ class AdapterTrainingMixin(
                 self._num_given[title] = len(dataset)
         if self._template_path is None and getattr(args, "eos_token", None) is None:
             check_end_token(tokenizer)
-        self._check_rows_of(arguments)
+        writer = tokenizer
+        if getattr(args, "chat_template_path", None) is not None:
+            writer = load_template_source(args.chat_template_path)
+        self._check_rows_of(arguments, writer)
         check_assistant_loss(args, name_datasets(arguments), tokenizer)
 
-    def _check_rows_of(self, arguments: dict[str, Any]) -> None:
+    def _check_rows_of(self, arguments: dict[str, Any], writer: PreTrainedTokenizerBase) -> None:
         """Raise UserError if the examples lack columns, their tokenizer a chat template, or TRL cannot read one of them.
 
         Args:
-            arguments: Datasets by argument, `args` and `processing_class`. Datasets with numbers as contents are replaced.
+            arguments: Datasets by argument, and `args`. Datasets with conversations in another spelling are replaced.
+            writer: Tokenizer whose chat template writes the conversations.
         """
-        args, tokenizer = arguments["args"], arguments["processing_class"]
+        args = arguments["args"]
         check_columns(arguments, self.formats(args))
-        if getattr(args, "chat_template_path", None) is None:  # else TRL copies another tokenizer's template
-            check_conversations(arguments, tokenizer)
-            reader = RowReader(tokenizer.chat_template, getattr(args, "assistant_only_loss", False))
-            check_rows(arguments, self.formats(args), reader)
+        check_conversations(arguments, writer)
+        reader = RowReader(writer.chat_template, getattr(args, "assistant_only_loss", False))
+        check_rows(arguments, self.formats(args), reader)
+
+    @contextmanager
+    def _explain_rows(self, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Name the row that the chat template cannot write, if a block that prepares examples raises an error about one.
+
+        Args:
+            arguments: Datasets by argument, `args`, `processing_class` and `formatting_func`.
+        """
+        try:
+            yield
+        except (TemplateError, UserError):  # mostly of a chat template
+            if self._reads_columns(arguments):
+                explain_row(arguments, self.formats(arguments["args"]), arguments["processing_class"])
+            raise
 
     def formats(self, args: GateConfig) -> Collection[Sequence[str]]:
         """Return the columns of each format of examples that TRL's trainer reads. Without any, columns are not checked."""
