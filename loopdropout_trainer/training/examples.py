@@ -13,8 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
-from transformers.utils import cached_file
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.columns import check_one_format
@@ -28,9 +27,9 @@ from loopdropout_trainer.data.formats import (
 )
 from loopdropout_trainer.data.saved_prompts import find_beginning, find_system_turns, read_prompts
 from loopdropout_trainer.data.tokenizing import find_training_template
-from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.limits import render_chat
-from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, check_chat_template, set_chat_template, unknown_template
+from loopdropout_trainer.tokenizers import check_chat_template
 from loopdropout_trainer.training.evaluation_fields import word_of
 
 
@@ -400,36 +399,3 @@ def check_token_ids(title: str, dataset: Any, num_tokens: int) -> None:
                     f"`input_ids` must be from 0 to {num_tokens - 1:,}, got {token:,}. Use the model's own tokenizer."
                 )
                 raise error_in_row(place, UserError(reason))
-
-
-def choose_template(args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Set the chat template that `chat_template_path` names, if it is a file or one of the package's templates.
-
-    Returns:
-        The name of a tokenizer or a model, whose template and tokens TRL copies, or None.
-    """
-    name = getattr(args, "chat_template_path", None)
-    if name is None:
-        return None
-    if name in CHAT_TEMPLATES or Path(name).is_file():
-        set_chat_template(tokenizer, name, "chat_template_path")
-        return None
-    others = "a Jinja file, or the name of a tokenizer with a chat template"
-    is_mistyped = "/" not in name and closest_match(name, CHAT_TEMPLATES) != ""
-    if is_mistyped and not Path(name).exists():  # without a network, asking the Hub would take long
-        raise unknown_template("chat_template_path", name, others)
-    try:
-        cached_file(name, "tokenizer_config.json")
-    except (OSError, ValueError):
-        raise unknown_template("chat_template_path", name, others) from None
-    return name
-
-
-def load_template_source(name: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer whose chat template TRL copies, because `chat_template_path` names it. TRL loads it so, too."""
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"`chat_template_path` must name a tokenizer with a chat template, got {name!r}, which has none."
-        )
-    return tokenizer

@@ -36,6 +36,7 @@ from loopdropout_trainer.training.adapter_files import AdapterFilesMixin
 from loopdropout_trainer.training.adapter_pushes import AdapterPushMixin
 from loopdropout_trainer.training.argument_checks import check_kinds, check_names, check_output, check_trackers
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
+from loopdropout_trainer.training.chat_templates import choose_template, load_template_source
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import (
     OwnAcceleratorMixin,
@@ -53,12 +54,10 @@ from loopdropout_trainer.training.examples import (
     check_datasets,
     check_given,
     check_token_ids,
-    choose_template,
     describe_prompts,
     explain_row,
     hide_bars_of_few,
     hide_length_warnings,
-    load_template_source,
     name_datasets,
     skips_preparation,
     warn_of_unused_function,

@@ -543,7 +543,7 @@ def test_template_path_takes_names_and_files(config, name):
 
 def test_unknown_template_path_names_the_known_ones(make, monkeypatch):
     asked = []  # of the Hub, which is asked several times without a network
-    monkeypatch.setattr("loopdropout_trainer.training.examples.cached_file", lambda *names: asked.append(names))
+    monkeypatch.setattr("loopdropout_trainer.training.chat_templates.cached_file", lambda *names: asked.append(names))
     with user_error("`chat_template_path` must be huginn, .*, got 'tulu'. Did you mean 'tulu2'?"):
         make(SFT, CHAT, chat_template_path="tulu")
     assert not asked
