@@ -221,8 +221,7 @@ class GateConfig:
 
     def __str__(self) -> str:
         """Return the fields of `__repr__` and all fields of this package, one in each line."""
-        own = [*GateConfig.__annotations__, *type(self).__annotations__]
-        names = dict.fromkeys([*self._find_changed(), *own])
+        names = dict.fromkeys([*self._find_changed(), *GateConfig.__annotations__, *type(self).__annotations__])
         fields = self._describe(name for name in names if name in self.to_dict())
         lines = [f"{type(self).__name__}(", *(f"    {field}," for field in fields), ")"]
         return "\n".join([*lines, "The other fields have their defaults. `to_dict()` has all fields."])
@@ -235,12 +234,16 @@ class GateConfig:
         return [hide_secrets(f"{name}={value!r}") for name, value in _without_token(values).items()]
 
     def given_fields(self) -> list[str]:
-        """Return the names of the fields that the user has given or changed. The libraries and this class set others."""
+        """Return the names of the fields that the user has given or changed. The libraries and this class set others.
+
+        A copy by `dataclasses.replace` is given all fields, so its fields with their defaults do not count.
+        """
         made = vars(self).get("_made", {})  # arguments of an older file have none
         names = []
         for own in dataclasses.fields(self):
             value = getattr(self, own.name)
-            if own.name in self.given_names or value != made.get(own.name, value):
+            is_given = own.name in self.given_names and not (self._is_copy() and value == own.default)
+            if is_given or value != made.get(own.name, value):
                 names.append(own.name)
         return names
 

@@ -211,6 +211,9 @@ def test_recipe_has_the_given_fields(train):
     assert recipe["bf16"] is False and recipe["max_length"] is None and recipe["weight_decay"] == 0.5
     assert not {"use_cpu", "activation_checkpointing", "include_for_metrics", "output_dir"} & {*recipe}
     assert training_recipe(train(use_cpu=True, max_steps=1))["use_cpu"] is True
+    trainer.args = dataclasses.replace(trainer.args, max_steps=2)
+    copied = training_recipe(trainer)
+    assert copied["max_steps"] == 2 and "adam_beta1" not in copied and len(copied) < 40
     assert Path(trainer.args.output_dir, "recipe.yaml").read_text().startswith("command: sft\n")
 
 
