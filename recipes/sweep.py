@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +60,7 @@ from loopdropout_trainer.sweeps.counts import count_by_method, describe_uncounte
 from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, check_fields, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweeps.plan import check_folder, print_commands, print_sweep_plan
 from loopdropout_trainer.sweeps.run_times import RunKind, count_left, find_kind, find_means, means_by_method
+from loopdropout_trainer.sweeps.stopping import stopping_on_signals
 from loopdropout_trainer.sweeps.workers import Workers
 from loopdropout_trainer.terminal import print_sentences
 
@@ -353,16 +353,6 @@ class Sweep:
 ARGUMENTS = (Sweep,)
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM stopped a sweep."""
-
-    signal = signal.SIGTERM  # which decides the exit code
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise Terminated
-
-
 def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     (sweep,) = parse(ARGUMENTS, words, __doc__)
@@ -381,23 +371,24 @@ def main(argv: list[str] | None = None) -> None:
     else:
         from loopdropout_trainer.sweeps.summary import print_summary
 
-        former = signal.signal(signal.SIGTERM, _interrupt)  # a stop is one sentence, as after Ctrl-C
-        try:
-            if sweep.pending():
-                print_sweep_plan(sweep)  # a mistake in the data, which would stop each run, is an error here
-                print(flush=True)
-            with (
-                explain_unwritable(sweep.output_dir, "Free space there. The same command then continues the sweep."),
-                working_on_sweep(sweep.output_dir, sweep.recipes, sweep.workers),
-            ):
-                sweep.train_all()
-                print_summary(sweep)
-            sweep.check_failures()
-        except KeyboardInterrupt as error:
-            error.args = (describe_interruption(sweep.output_dir, sweep.recipes),)
-            raise
-        finally:
-            signal.signal(signal.SIGTERM, former)
+        with stopping_on_signals():
+            try:
+                if sweep.pending():
+                    print_sweep_plan(sweep)  # a mistake in the data, which would stop each run, is an error here
+                    print(flush=True)
+                with (
+                    explain_unwritable(
+                        sweep.output_dir, "Free space there. The same command then continues the sweep."
+                    ),
+                    working_on_sweep(sweep.output_dir, sweep.recipes, sweep.workers),
+                ):
+                    sweep.train_all()
+                    print_summary(sweep)
+                sweep.check_failures()
+            except KeyboardInterrupt as error:
+                stopping = [run.name for run in [*sweep.pool.processes]]
+                error.args = (describe_interruption(sweep.output_dir, sweep.recipes, stopping),)
+                raise
 
 
 if __name__ == "__main__":

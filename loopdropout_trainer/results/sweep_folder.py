@@ -417,23 +417,35 @@ def _chain(summary: dict[str, dict[str, Any]], name: str, methods: Collection[st
     return [*chain.from_iterable(names for method, names in by_method.items() if method in methods)]
 
 
-def _describe_others(folder: str | Path, methods: Collection[str]) -> str:
-    """Return a sentence about the runs of other processes, with a space behind it, after those of a sweep have ended."""
-    running = describe_running(folder, _list_running(folder, methods))
-    return f"Other processes go on: {running}. " if running else ""
+def _describe_others(folder: str | Path, methods: Collection[str], stopping: Collection[str]) -> str:
+    """Return sentences about the runs that go on after the stop of a sweep, with a space behind each.
+
+    Args:
+        folder: Folder of the sweep.
+        methods: Methods of the sweep.
+        stopping: Names of the runs that the sweep itself has stopped, and that have not ended yet.
+    """
+    sentences = ""
+    if stopping:
+        sentences += f"It still waits for the checkpoint or the end of {name_runs([*stopping])}. "
+    others = [name for name in _list_running(folder, methods) if name not in stopping]
+    if others:
+        sentences += f"Other processes go on: {describe_running(folder, others)}. "
+    return sentences
 
 
-def describe_interruption(folder: str | Path, methods: Collection[str]) -> str:
+def describe_interruption(folder: str | Path, methods: Collection[str], stopping: Collection[str] = ()) -> str:
     """Return a sentence about a sweep that a signal has stopped: how far it is, or that all of its runs are finished.
 
     Args:
         folder: Folder of the sweep.
         methods: Methods of the sweep.
+        stopping: Names of its runs that have not ended yet, as after a second Ctrl-C.
     """
     summary = read_summary(folder)
     progress = _describe_missing(folder, summary, methods)
     if progress:
-        running = _describe_others(folder, methods)
+        running = _describe_others(folder, methods, stopping)
         return f"{progress} {running}{_describe_continuation(summary, methods)}"
     if not summary.get("trainings"):  # it was stopped before its first line
         return "interrupted."

@@ -97,7 +97,7 @@ class Workers:
     def __init__(self, runs: Runs, number: int) -> None:
         self.runs, self.number = runs, number
         self.stopped = threading.Event()
-        self.processes: set[subprocess.Popen] = set()
+        self.processes: dict[Any, subprocess.Popen] = {}  # of the runs that are being trained here
         self.unreported: set[Any] = set()  # runs whose training was started here, until the line about their end
         self.reporting = threading.Lock()
         self.failures: dict[Any, str] = {}  # sentences about the runs that failed, which are not tried again
@@ -122,7 +122,7 @@ class Workers:
                     worker.result()  # an error ends the sweep, in whichever worker it is
             except BaseException:
                 self.stopped.set()
-                for process in self.processes.copy():
+                for process in [*self.processes.values()]:
                     os.killpg(process.pid, signal.SIGTERM)  # each training saves a checkpoint
                 raise
 
@@ -191,11 +191,11 @@ class Workers:
                 pass_fds=[lock],  # the training keeps the lock, even if the sweep is killed
                 start_new_session=True,
             )
-        self.processes.add(process)
+        self.processes[run] = process
         if self.stopped.is_set():  # the sweep has ended since the training was started
             os.killpg(process.pid, signal.SIGTERM)
         status = process.wait()
-        self.processes.remove(process)
+        del self.processes[run]
         seconds = time.monotonic() - start
         with self.reporting:  # so that the lines of workers have their numbers in order
             self.unreported.discard(run)

@@ -70,6 +70,7 @@ from loopdropout_trainer.sweeps.code import (
 )
 from loopdropout_trainer.sweeps.own_runs import list_own_folders
 from loopdropout_trainer.sweeps.run_times import RunKind
+from loopdropout_trainer.sweeps.stopping import stopping_on_signals
 from loopdropout_trainer.sweeps.summary import print_summary
 from loopdropout_trainer.sweeps.workers import _describe_start, _find_checkpoint, read_message
 from loopdropout_trainer.training.config import LoopDropoutConfig
@@ -1701,7 +1702,7 @@ def test_killed_trainings_do_not_end_their_sweep(lab, monkeypatch):
         try:
             for number in (1, 2):
                 (killed, *_) = (name for name, _, gpu in lab.log[::-1] if gpu == "7")
-                next(process for process in made.pool.processes if killed in process.args[2]).kill()
+                next(process for process in made.pool.processes.values() if killed in process.args[2]).kill()
                 wait_for(lambda number=number: len(made.pool.failures) == number)
                 wait_for(lambda number=number: len(lab.log) == min(3, 2 + number))
         finally:
@@ -2077,10 +2078,15 @@ def test_progress_counts_a_training_that_ended_after_its_sweep(lab):
     with lock_folder(made.folder(run)):  # another process trains or measures it
         text = describe_progress(lab.out)
         stop = describe_interruption(lab.out, ["lora"])
+        second_stop = describe_interruption(lab.out, ["lora"], stopping=[run.name])
     running = r"1 run is being trained or measured now \(lora/lr_0.04/seed_101 since \d\d:\d\d\)\."
     assert re.search(rf"3 of 4 trainings have ended\. The sweep is running: {running}$", text), text
     assert re.search(rf"Other processes go on: {running} The same `loopdropout sweep`", stop)
     assert "Other" not in describe_interruption(lab.out, ["lora"])
+    ours = (
+        "It still waits for the checkpoint or the end of lora/lr_0.04/seed_101. The same `loopdropout sweep` command"
+    )
+    assert ours in second_stop and "Other" not in second_stop
     lab.run()
     assert describe_progress(lab.out) == ""
 
@@ -2157,6 +2163,20 @@ def test_interrupted_sweep_stops_its_training(lab, number, code):
     (lab.folder / "hold").unlink()
     lab.run()
     assert lab.runs[0] == lab.runs[1] and len(lab.log) == 1 + 5
+
+
+def test_two_signals_of_one_stop_interrupt_a_sweep_once(monkeypatch):
+    """Else the second one could interrupt the stop of the trainings. A later one interrupts the wait for them."""
+    former = signal.getsignal(signal.SIGTERM)
+    with stopping_on_signals():
+        with pytest.raises(KeyboardInterrupt) as stop:
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.value.signal == signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)
+        monkeypatch.setattr("loopdropout_trainer.sweeps.stopping._SECONDS_OF_ONE_STOP", 0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is former
 
 
 @pytest.mark.parametrize("path", [*(ROOT / "recipes").glob("s[tw]*s/**/*.yaml")], ids=lambda path: path.stem)
