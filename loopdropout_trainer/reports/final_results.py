@@ -34,7 +34,7 @@ from loopdropout_trainer.results.sweep_folder import (
     read_summary,
 )
 from loopdropout_trainer.results.sweep_scores import name_score, read_score
-from loopdropout_trainer.settings.recipe_folders import list_runs
+from loopdropout_trainer.settings.recipe_folders import list_runs, sort_folders
 
 
 def final_results(results: pd.DataFrame, with_checkpoints: bool = False, named: Collection[str] = ()) -> pd.DataFrame:
@@ -109,7 +109,7 @@ def describe_left_out_runs(
     kept = final[~is_of_base(final)]  # `final` also keeps the base model's results of rejected runs
     is_final = trained["checkpoint"].isna()  # checkpoints have a sentence of their own
     left_out = {*trained.loc[is_final, "run"]} - {*kept["run"]}
-    folders = sorted({folder_of_run(run) for run in trained["run"]}.union(find_sweeps(named)) - {None})
+    folders = sort_folders({folder_of_run(run) for run in trained["run"]}.union(find_sweeps(named)) - {None})
     lines = []
     for folder in folders:
         for method, reason in describe_unchosen(folder).items():
@@ -147,7 +147,7 @@ def _describe_scores(folder: Path, method: str, runs: Collection[str]) -> list[s
     if select_on is None:
         return []
     lines = []
-    for run in sorted(map(Path, runs)):
+    for run in sort_folders(map(Path, runs)):
         score = name_score(read_score(run, select_on), select_on, run)
         if score:
             lines.append(f"  {run.relative_to(folder).as_posix()}: {score}")

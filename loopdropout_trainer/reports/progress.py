@@ -19,7 +19,7 @@ from loopdropout_trainer.results.sweep_folder import (
     list_sweeps,
     read_summary,
 )
-from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
+from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE, sort_folders
 
 
 def find_sweeps(folders: Iterable[str | Path]) -> list[Path]:
@@ -28,7 +28,7 @@ def find_sweeps(folders: Iterable[str | Path]) -> list[Path]:
     for folder in map(Path, folders):
         sweeps.update(path.parent.resolve() for path in folder.rglob(SUMMARY_FILE))
         sweeps.update(filter(None, (folder_of_run(run.resolve()) for run in _list_runs(folder))))
-    return sorted(sweep for sweep in sweeps if list_sweeps(read_summary(sweep)))
+    return sort_folders(sweep for sweep in sweeps if list_sweeps(read_summary(sweep)))
 
 
 def _list_runs(folder: Path) -> list[Path]:
@@ -39,7 +39,7 @@ def _list_runs(folder: Path) -> list[Path]:
     lock = lock_path(Path(), "folder")
     for path in folder.rglob(str(lock)):
         runs.add(path.parents[len(lock.parts) - 1])
-    return sorted(runs)
+    return sort_folders(runs)
 
 
 def describe_runs(folders: Iterable[str | Path], described: Collection[str] = ()) -> list[str]:

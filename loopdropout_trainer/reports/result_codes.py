@@ -13,6 +13,7 @@ import pandas as pd
 from loopdropout_trainer.results.imported_code import code_of
 from loopdropout_trainer.results.run_files import is_of_base, read_run
 from loopdropout_trainer.results.sweep_folder import ACCEPT
+from loopdropout_trainer.settings.recipe_folders import sort_folders
 
 
 def number_codes(results: pd.DataFrame) -> pd.Series:
@@ -25,7 +26,11 @@ def number_codes(results: pd.DataFrame) -> pd.Series:
         results: Results with the columns `run` and `method`.
     """
     trained = results[~is_of_base(results)]
-    pairs = sorted({*zip(trained["run"], trained["method"], strict=True)})
+    pairs = []
+    for folder in sort_folders(map(Path, trained["run"].unique())):
+        run = str(folder)
+        methods = trained.loc[trained["run"] == run, "method"].unique()
+        pairs += [(run, method) for method in sorted(methods)]
     code_of_run = {run: _read_code(run) for run in trained["run"].unique()}
     codes_of_method: dict[str, set[tuple[str, ...]]] = {}
     for run, method in pairs:
@@ -73,7 +78,6 @@ def describe_codes(results: pd.DataFrame) -> list[str]:
 def _name_runs(runs: Iterable[str]) -> str:
     """Return the folders of runs, as seen from the present folder if they are below it."""
     names = []
-    for run in sorted(runs):
-        path = Path(run)
+    for path in sort_folders(map(Path, runs)):
         names.append(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
     return ", ".join(names)

@@ -9,6 +9,7 @@ from typing import Any
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.results.run_files import read_recipe
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, load_state, newest_checkpoint
+from loopdropout_trainer.settings.recipe_folders import sort_folders
 
 
 UNFINISHED = "unfinished_at"
@@ -27,7 +28,7 @@ def read_unfinished(folders: Iterable[str | Path]) -> tuple[list[dict[str, Any]]
         # The answers of an evaluated checkpoint are in a folder of its name, too, without a state.
         runs.update(path.parent.parent for path in Path(folder).rglob(f"checkpoint-*/{STATE_FILE}"))
     rows, sentences = [], []
-    for run in sorted(runs):
+    for run in sort_folders(runs):
         checkpoint = newest_checkpoint(run)
         if checkpoint is None:
             continue

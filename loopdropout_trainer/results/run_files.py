@@ -33,7 +33,7 @@ from loopdropout_trainer.settings.command_fields import TRAININGS
 from loopdropout_trainer.settings.field_hints import FORMER_NAMES
 from loopdropout_trainer.settings.read_yaml import read_yaml_file
 from loopdropout_trainer.settings.recipe import load_recipe
-from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
+from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE, sort_folders
 
 
 RESULTS_FILE, RECIPE_FILE, RUN_FILE = "results.jsonl", "recipe.yaml", "run.json"
@@ -132,7 +132,7 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
     rows, seen = [], set()
     for folder in folders:
         check_results_folder(folder)
-        for path in sorted(Path(folder).rglob(RESULTS_FILE)):
+        for path in sort_folders(Path(folder).rglob(RESULTS_FILE)):
             if path.resolve() in seen:
                 continue
             seen.add(path.resolve())

@@ -14,7 +14,7 @@ from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints,
 from loopdropout_trainer.saving.facts import MODELS, Kind
 from loopdropout_trainer.saving.metadata import METADATA_FILE, read_metadata
 from loopdropout_trainer.saving.saved_adapter import holds_adapter
-from loopdropout_trainer.settings.recipe_folders import list_runs
+from loopdropout_trainer.settings.recipe_folders import list_runs, sort_folders
 
 
 FILES_OF_A_RUN = (RECIPE_FILE, RUN_FILE, STATE_FILE, "training_args.bin")
@@ -68,7 +68,7 @@ def find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
 
 def find_named(folder: Path) -> list[Path]:
     """Return the subfolders with an adapter that PEFT can have saved under its name, and not those of other runs."""
-    subfolders = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_FILE}"))]
+    subfolders = [path.parent for path in sort_folders(folder.glob(f"*/{CONFIG_FILE}"))]
     return [path for path in subfolders if not is_checkpoint(path) and not _is_own_run(path)]
 
 
@@ -114,7 +114,7 @@ def _describe_runs_below(folder: Path, name: str) -> str:
     runs = []
     for depth in _DEPTHS_BELOW:
         recipes = folder.glob(f"{depth}/{RECIPE_FILE}")
-        runs += sorted(path.parent for path in recipes if holds_adapter(path.parent))  # and not a merged model
+        runs += sort_folders(path.parent for path in recipes if holds_adapter(path.parent))  # and not a merged model
     if not runs:
         return ""
     # Without their number, because deeper folders can have more.

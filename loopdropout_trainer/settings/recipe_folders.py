@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from loopdropout_trainer.errors import count, join_command
@@ -11,9 +13,29 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 """File in the folder of a run with the recipe that the sweep gives to its training."""
 
 
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
+
+
+def sort_folders(folders: Iterable[Path]) -> list[Path]:
+    """Return folders in the order of their names, in which numbers count as numbers: seed_9 is before seed_10."""
+    return sorted(folders, key=_split_name)
+
+
+def _split_name(folder: Path) -> tuple[list[list[str | float]], str]:
+    """Return the texts and the numbers in each part of a path in turn, and the path, which decides between equal numbers."""
+    parts: list[list[str | float]] = []
+    for name in folder.parts:
+        words: list[str | float] = []
+        for place, word in enumerate(_NUMBER.split(name)):
+            is_number = place % 2 == 1
+            words.append(float(word) if is_number else word)
+        parts.append(words)
+    return parts, str(folder)
+
+
 def list_runs(folder: str | Path) -> list[Path]:
     """Return the folders of the runs that a sweep has started in a folder."""
-    return sorted(path.parent for path in Path(folder).glob(f"*/lr_*/seed_*/{SETTINGS_FILE}"))
+    return sort_folders(path.parent for path in Path(folder).glob(f"*/lr_*/seed_*/{SETTINGS_FILE}"))
 
 
 def hint_at_folder(folder: Path) -> str:

@@ -10,6 +10,8 @@ from loopdropout_trainer.jobs.progress import finish_run
 from loopdropout_trainer.reports.comparing import compare_folders, compare_runs
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.loss_tables import make_loss_tables
+from loopdropout_trainer.reports.progress import describe_runs
+from loopdropout_trainer.reports.result_codes import number_codes
 from loopdropout_trainer.results import run_files as results
 from loopdropout_trainer.results.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results.run_files import (
@@ -25,6 +27,7 @@ from loopdropout_trainer.results.run_files import (
 from loopdropout_trainer.results.sweep_folder import update_summary
 from loopdropout_trainer.saving.cards import _scores
 from loopdropout_trainer.settings.recipe import dump_recipe
+from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE, list_runs
 
 
 ROW = {
@@ -127,6 +130,25 @@ def test_read_results_joins_recipes(tmp_path):
     (tmp_path / "results.jsonl").write_text('{"metric": \n')
     with user_error("results.jsonl is not a file of JSON lines"):
         read_results(tmp_path)
+
+
+def test_runs_are_in_the_order_of_their_numbers(tmp_path):
+    """As texts, seed 10 would be before seed 9, and the learning rate 1e-05 after 0.001."""
+    names = [f"sweep_{number}/lora/lr_{rate}/seed_9" for number in (2, 10) for rate in ("1e-05", "0.0003", "0.001")]
+    names.insert(1, "sweep_2/lora/lr_1e-05/seed_10")
+    for name in names:
+        write_rows(tmp_path / name, "LoRA")
+        (tmp_path / name / SETTINGS_FILE).write_text("{}")
+        write_run(tmp_path / name, status="training")
+    runs = [tmp_path / name for name in names]
+    assert list_runs(tmp_path / "sweep_2") == runs[:4]
+    assert [*dict.fromkeys(row["folder"] for row in read_results(tmp_path))] == [str(run) for run in runs]
+    sentences = describe_runs([tmp_path])
+    assert [str(run) for run in runs] == [sentence.split()[3] for sentence in sentences]
+    for program in (1, 2):
+        write_run(runs[program - 1], imports={"/a.py": str(program)}, used_imports=["/a.py"])
+    results = pd.DataFrame({"run": [str(run) for run in reversed(runs[:2])], "method": "LoRA"})
+    assert [*number_codes(results)] == [2, 1]
 
 
 def test_names_in_results_are_possible_names(tmp_path):
