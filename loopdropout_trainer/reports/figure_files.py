@@ -14,6 +14,7 @@ from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.reports.comparing import PAIRED_SEEDS
 from loopdropout_trainer.reports.figures import describe_points, points
 from loopdropout_trainer.reports.frames import average, has_method
+from loopdropout_trainer.reports.hidden_lines import describe_hidden_lines
 from loopdropout_trainer.reports.labels import name_methods
 from loopdropout_trainer.reports.other_problems import are_on_other_problems
 from loopdropout_trainer.reports.table_files import Missing, check_fields, check_mappings, find
@@ -83,7 +84,8 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     sentences = [describe_points(data)]
     if gains is not None:
         sentences += describe_pairs(gains)
-    return line_plot(data, x, axes, spec["title"], gains, "\n".join(sentences))
+    sentences.append(describe_hidden_lines(data, x))
+    return line_plot(data, x, axes, spec["title"], gains, "\n".join(filter(None, sentences)))
 
 
 def find_line(rows: pd.DataFrame, name: str) -> str:

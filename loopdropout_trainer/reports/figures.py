@@ -13,6 +13,7 @@ import pandas as pd
 
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.reports.frames import average, tasks_of
+from loopdropout_trainer.reports.hidden_lines import describe_hidden_lines
 from loopdropout_trainer.reports.labels import has_seeds, labelled
 from loopdropout_trainer.reports.tables import split_reductions
 from loopdropout_trainer.results.run_files import BASE_MODEL, is_of_base
@@ -136,9 +137,14 @@ def overview_figure(results: pd.DataFrame) -> Any:
     data = data.sort_values("panel", kind="stable")
     axes = pd.DataFrame(labels, [*panels])
     drawn = pd.concat([of_all_loops.sort_values("num_loops", kind="stable"), accuracy.dropna(subset="loop")])
-    caption = "\n".join(
-        filter(None, [describe_points(data), _describe_fewer_seeds(data), about_base, _describe_problems(drawn)])
-    )
+    sentences = [
+        describe_points(data),
+        describe_hidden_lines(data, "loop"),
+        _describe_fewer_seeds(data),
+        about_base,
+        _describe_problems(drawn),
+    ]
+    caption = "\n".join(filter(None, sentences))
     figure = line_plot(data, "loop", axes, f"Results on {task}", caption=caption)
     if has_one_depth and hasattr(figure, "items"):  # a figure of several panels
         figure.items[0] += mark_training_depth(trained[0])
@@ -249,4 +255,5 @@ def loss_figure(curves: pd.DataFrame) -> Any:
 
     unit = PER_TOKEN if curves.empty else curves["unit"].iloc[0]
     axes = pd.DataFrame({"x_label": "step", "y_label": f"loss ({unit})"}, [*LOSSES])
-    return line_plot(curves, "step", axes, "Losses", caption=describe_points(curves, "held-out losses", "they"))
+    sentences = [describe_points(curves, "held-out losses", "they"), describe_hidden_lines(curves, "step")]
+    return line_plot(curves, "step", axes, "Losses", caption="\n".join(filter(None, sentences)))

@@ -20,6 +20,17 @@ def find_running(sweep: Any) -> list[str]:
     return [run.name for run in sweep.pending() if is_running(sweep.folder(run))]
 
 
+def count_workers(sweep: Any) -> int:
+    """Return the number of runs at a time, with those of the other processes that work on a sweep now.
+
+    A dry run trains none, so that it has those of the other processes, or without any those that the sweep would have.
+    """
+    of_others = sum(process.workers for process in find_processes(sweep.output_dir, sweep.recipes))
+    if sweep.dry_run and of_others:
+        return of_others
+    return sweep.workers + of_others
+
+
 def describe_joining(sweep: Any, running: Sequence[str]) -> str:
     """Return sentences about a sweep that this process joins: who works on it, how far it is, and what is left.
 
@@ -39,8 +50,8 @@ def describe_joining(sweep: Any, running: Sequence[str]) -> str:
     progress = f"{num_ended} of {count(total, 'training')} have ended"
     if running:
         progress += f", and {describe_running(sweep.output_dir, running)}"
-    left, num_workers = sweep.count_left(), sweep.workers + sum(process.workers for process in others)
-    time = describe_left(left, sweep.means(), num_workers)
+    left = sweep.count_left()
+    time = describe_left(left, sweep.means(), count_workers(sweep))
     return (
         f"This process joins the sweep in {sweep.output_dir}{who}: {progress}. Still to do: {name_numbers(left)}, {time}. "
         "`--dry_run true` prints the plan."

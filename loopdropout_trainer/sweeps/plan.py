@@ -49,7 +49,7 @@ from loopdropout_trainer.sweeps.counts import (
     describe_other_runs,
     describe_uncounted,
 )
-from loopdropout_trainer.sweeps.joining import describe_joining, describe_work, find_running
+from loopdropout_trainer.sweeps.joining import count_workers, describe_joining, describe_work, find_running
 from loopdropout_trainer.sweeps.methods import naming_method
 from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time
 from loopdropout_trainer.terminal import print_sentences, titled
@@ -181,7 +181,7 @@ def _describe_done(sweep: Any, num_ended: int, total: int, measured: str) -> str
     num_unmeasured = count_unmeasured(sweep)
     if num_unmeasured:
         parts.append(f"{num_unmeasured:,} of them still to be measured")
-    parts.append(describe_left(sweep.count_left(), sweep.means(), sweep.workers))
+    parts.append(describe_left(sweep.count_left(), sweep.means(), count_workers(sweep)))
     return f"{', '.join(filter(None, parts))}\n{measured}".rstrip()
 
 

@@ -42,6 +42,7 @@ from loopdropout_trainer.reports import (
 )
 from loopdropout_trainer.reports.figures import average_windows, points
 from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
+from loopdropout_trainer.reports.hidden_lines import describe_hidden_lines
 from loopdropout_trainer.reports.labels import labelled, name_methods
 from loopdropout_trainer.reports.loss_tables import make_loss_tables
 from loopdropout_trainer.reports.plots import GRAY, heat_plot, line_plot, save_figure, space_ticks
@@ -1598,6 +1599,19 @@ def test_figures_say_what_their_bands_are(finished_sweep, capsys):
         "Points over fewer seeds than the rest of their line, which are not comparable with it: LoRA at K = 6 (1 seed)."
         in caption
     )
+
+
+def test_equal_lines_of_a_figure_are_named():
+    """Two values that differ by less than the width of a line are at one place. Lines of other places do not count."""
+    values = {"LoRA": [0.0, 0.0], "CoTo": [0.0, 0.004], "Mine": [1.0, 0.0], "base model": [0.0, np.nan]}
+    lines = [["a", name, x, own[x]] for name, own in values.items() for x in (0, 1) if own[x] == own[x]]
+    data = pd.DataFrame(lines, columns=["panel", "label", "x", "mean"])
+    data["label"] = pd.Categorical(data["label"], [*values])
+    start = "Lines with equal or nearly equal values hide each other: LoRA and CoTo"
+    assert describe_hidden_lines(data, "x") == f"{start}."
+    other = data.assign(panel="b", mean=[*range(len(data))])
+    assert describe_hidden_lines(pd.concat([data, other]), "x") == f"{start} (a)."
+    assert describe_hidden_lines(other, "x") == ""
 
 
 def test_single_points_of_a_figure_have_bars(tmp_path):

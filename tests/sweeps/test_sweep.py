@@ -1769,7 +1769,10 @@ def test_commands_leave_out_runs_that_other_processes_train(lab, capsys):
         )
         assert capsys.readouterr().out == joins.format(f"{lab.out}, on which {other.name} works")
         sweep.main([*words[:-2], "--dry_run", "true"])
-        assert f"\nrunning         {other.name} works on this sweep\n" in capsys.readouterr().out
+        planned = capsys.readouterr().out
+        assert f"\nrunning         {other.name} works on this sweep\n" in planned
+        # Three learning rates by the three workers of the other process. The dry run itself would have one.
+        assert "\ndone            0 of 4 trainings, about 0:01:00 left, " in planned
         assert f"ended. The sweep is running: {other.name} works on it." in describe_progress(lab.out)
         assert find_processes(lab.out, ["loop_dropout"]) == []  # another sweep in the folder
         with working_on_sweep(lab.out, ["lora"], 2):
