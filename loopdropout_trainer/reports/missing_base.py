@@ -10,10 +10,11 @@ import pandas as pd
 
 from loopdropout_trainer.data.files import is_absent
 from loopdropout_trainer.data.sources import read_sources
-from loopdropout_trainer.errors import count, join_command
+from loopdropout_trainer.errors import count
 from loopdropout_trainer.reports.base_names import NAME
 from loopdropout_trainer.reports.frames import select_accuracies
 from loopdropout_trainer.reports.other_problems import is_held_out_loss
+from loopdropout_trainer.results.run_commands import complete_command
 from loopdropout_trainer.results.run_files import (
     DEVELOPMENT,
     EVALUATION_FOLDER,
@@ -21,7 +22,6 @@ from loopdropout_trainer.results.run_files import (
     RUN_FILE,
     is_of_base,
     measurement_folder,
-    read_needed_imports,
     read_recipe,
     recipe_path,
 )
@@ -287,11 +287,3 @@ def _describe_base_loss(run: str) -> str:
             "`trainer.evaluate()` in front of `trainer.train()` returns it."
         )
     return ""
-
-
-def complete_command(words: Sequence[str], run: str) -> str:
-    """Return a command of this package as a text, with the files of `--import` that the recipe of a run needs."""
-    imports = read_needed_imports(run)
-    if imports:
-        words = [*words, "--import", *imports]
-    return join_command(*words)

@@ -9,6 +9,7 @@ import pandas as pd
 
 from loopdropout_trainer.errors import join_command
 from loopdropout_trainer.files import is_checkpoint, lock_path
+from loopdropout_trainer.results.run_commands import find_copy_command
 from loopdropout_trainer.results.run_files import RUN_FILE, has_trained, read_run
 from loopdropout_trainer.results.run_states import is_running, name_start
 from loopdropout_trainer.results.sweep_folder import (
@@ -63,17 +64,17 @@ def _describe_run(run: Path, is_described: bool) -> str:
         start = name_start(run)
         since = f", since {start}" if start else ""
         return f"A process trains or measures in {run} now{since}."
+    command = find_copy_command(run)
     if lacks_measurements(run):
-        return (
-            f"The training in {run} has ended, but measurements are missing. The same command adds them, without training "
-            "again."
-        )
+        fix = "The same command adds them" if command is None else f"`{command}` adds them"
+        return f"The training in {run} has ended, but measurements are missing. {fix}, without training again."
     status = read_run(run).get("status")
     if status == "non-finite":
         return f"The training in {run} has stopped, because a gradient was not finite."
     if status is None or has_trained(run) or is_described:
         return ""
-    return f"The training in {run} has not ended. The same command with `--resume_from_checkpoint true` continues it."
+    fix = "The same command with `--resume_from_checkpoint true`" if command is None else f"`{command}`"
+    return f"The training in {run} has not ended. {fix} continues it."
 
 
 def leave_out_unmeasured(results: pd.DataFrame) -> pd.DataFrame:

@@ -46,6 +46,7 @@ from loopdropout_trainer.reports.hidden_lines import describe_hidden_lines
 from loopdropout_trainer.reports.labels import labelled, name_methods
 from loopdropout_trainer.reports.loss_tables import make_loss_tables
 from loopdropout_trainer.reports.plots import GRAY, heat_plot, line_plot, save_figure, space_ticks
+from loopdropout_trainer.reports.progress import describe_runs
 from loopdropout_trainer.reports.result_choice import split_repeated
 from loopdropout_trainer.reports.saved_tables import TableText
 from loopdropout_trainer.results.run_files import read_results, write_results, write_run
@@ -2702,6 +2703,13 @@ def test_report_says_that_measurements_are_missing(tmp_path, capsys, status):
     text, _ = report_on(folder, capsys)
     assert f"The training in {folder}{STATES[status]}" in text or status == "finished", text
     assert ("The training in" in text) == (status != "finished")
+    words = f"sft {folder}/recipe.yaml --output_dir {folder} --resume_from_checkpoint true"
+    own = STATES[status].replace("The same command with `--resume_from_checkpoint true`", f"`loopdropout {words}`")
+    own = own.replace("The same command", f"`loopdropout {words}`")
+    for place, sentence in (("outputs/former/run", own), ("run", STATES[status]), (folder, STATES[status])):
+        recipe = {"command": "sft", "output_dir": str(place)}  # of a copy, and of the run that was not moved
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        assert "".join(describe_runs([folder])) == (f"The training in {folder}{sentence}" if sentence else "")
     # The missing measurements may have the base model, too.
     assert ("loss of the base model is missing" in text) == (status != "trained"), text
 
