@@ -81,10 +81,7 @@ def _known_model_hint(name: str) -> str:
 
 
 _SHORT_NAME = 5
-"""Number of letters of a short name. Another name that shares most of its letters is seldom meant, as `p2` for `gpt2`."""
-
-_SIMILAR_SHORT_NAME = 0.75
-"""Least similarity of the name of a folder to a short name."""
+"""Number of letters of a short name. A name with two letters more or less is seldom meant, as `p2` for `gpt2`."""
 
 
 def folder_hint(name: str | Path) -> str:
@@ -98,7 +95,7 @@ def _find_similar_folder(path: Path, cutoff: float = 0.6) -> Path | None:
 
     Args:
         path: Path of a folder.
-        cutoff: Least similarity of the names of two folders, from 0 to 1. A short name needs more.
+        cutoff: Least similarity of the names of two folders, from 0 to 1. A short name needs about as many letters, too.
     """
     if os.path.isdir(path):  # also of a folder that must not be read
         return path
@@ -109,9 +106,9 @@ def _find_similar_folder(path: Path, cutoff: float = 0.6) -> Path | None:
         return None
     if os.path.isdir(parent / path.name):
         return parent / path.name
-    if len(path.name) <= _SHORT_NAME:
-        cutoff = max(cutoff, _SIMILAR_SHORT_NAME)
     siblings = [other.name for other in parent.glob("*") if os.path.isdir(other)]
+    if len(path.name) <= _SHORT_NAME:
+        siblings = [name for name in siblings if abs(len(name) - len(path.name)) <= 1]
     matches = difflib.get_close_matches(path.name, sorted(siblings), n=1, cutoff=cutoff)
     return parent / matches[0] if matches else None
 
