@@ -250,18 +250,38 @@ def print_differences(accuracy: pd.DataFrame, baseline: str = "LoRA") -> None:
     print_sentences(" ".join([about, *explain_disagreements(intervals), OWN_FAMILY]))
 
 
-_printed_notes: set[str] = set()
-"""Notes of tables and figures that the report which is being made has printed."""
+_printed_sentences: list[set[str]] = []
+"""Sentences of the notes of tables and figures that the report which is being made has printed. Else the list is empty."""
+
+_BETWEEN_SENTENCES = re.compile(r"(?<=[.!?]) (?=[A-Z`])")
+
+_REFERRING = ("It ", "Its ", "Some ", "Their ", "They ", "This ")
+"""Beginnings of a sentence that is not understood without the one before it."""
 
 
 def print_notes(*lines: str) -> None:
-    """Print the notes of a table or a figure that the report has not printed yet, below one that they are true of, too.
+    """Print the sentences of a table or a figure that the report has not printed yet, below one that they are true of, too.
 
     The files have all notes of their table.
     """
-    new = [line for line in lines if line not in _printed_notes]
-    _printed_notes.update(new)
+    printed = _printed_sentences[-1] if _printed_sentences else set()
+    new = []
+    for line in lines:
+        sentences = _leave_out_printed(_BETWEEN_SENTENCES.split(line), printed)
+        if sentences:
+            new.append(" ".join(sentences))
+            printed.update(sentences)
     print_sentences(*new)
+
+
+def _leave_out_printed(sentences: Sequence[str], printed: Collection[str]) -> list[str]:
+    """Return the sentences of a line that were not printed before, and those that the next one of them refers to."""
+    kept: list[str] = []
+    for sentence in reversed(sentences):
+        is_needed = bool(kept) and kept[0].startswith(_REFERRING)
+        if is_needed or sentence not in printed:
+            kept.insert(0, sentence)
+    return kept
 
 
 @contextmanager
@@ -283,11 +303,11 @@ def making_report(output_dir: Path, parts: Sequence[str] = ()) -> Iterator[None]
             f"`output_dir` must be a folder that can be written, got {output_dir} ({error.strerror})."
         ) from None
     before = _find_write_times(output_dir)
-    _printed_notes.clear()
+    _printed_sentences.append(set())
     try:
         yield
     finally:
-        _printed_notes.clear()
+        _printed_sentences.pop()
         after = _find_write_times(output_dir)
         if is_new and not after:
             output_dir.rmdir()

@@ -8,7 +8,7 @@ import pytest
 from helpers.files import load_script, write_lines
 from loopdropout_trainer.jobs.shown_results import show_results
 from loopdropout_trainer.reports.frames import load_results
-from loopdropout_trainer.reports.printing import print_differences
+from loopdropout_trainer.reports.printing import making_report, print_differences, print_notes
 from loopdropout_trainer.results.run_files import write_results
 
 
@@ -103,6 +103,20 @@ def test_methods_of_a_training_have_the_order_of_reports(tmp_path, capsys):
         table = out[out.index("Training at K = 4") :].split("\n\n")[0].splitlines()
         assert [line.split()[0] for line in table[2:]] == order
         assert f" minus {baseline}, accuracy" in out and out.count(" minus ") == len(chosen) - 1
+
+
+def test_sentences_of_notes_are_printed_once_for_a_report(tmp_path, capsys):
+    """A line that shares some sentences with an earlier one has its new ones, and those that a new one refers to."""
+    lines = [
+        "Seeds: 1. The losses are at K = 4.",
+        "Seeds: 1. A new one. The losses are at K = 4.",
+        "A new one. It is by 4.",
+    ]
+    for _ in range(2):  # a second report begins anew
+        with making_report(tmp_path / "report"):
+            for line in lines:
+                print_notes(line)
+        assert capsys.readouterr().out == f"{lines[0]}\nA new one.\n{lines[2]}\n"
 
 
 def test_whole_numbers_of_a_training_have_all_digits(tmp_path, capsys):
