@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ from loopdropout_trainer.saving.loading import load
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import DEPTH_BOUNDS, DepthArguments, option
 from loopdropout_trainer.settings.recipe import name_words, parse
-from loopdropout_trainer.terminal import print_sentences, raw_terminal, show_controls
+from loopdropout_trainer.terminal import print_sentences, raw_terminal, show_controls, terminal_columns
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 
 
@@ -234,9 +235,7 @@ def print_answers(
     prompt_format: PromptFormat,
     max_new_tokens: int,
 ) -> dict[str, str]:
-    """Print a table with the answer to a prompt under the gates of each column, and return the answers.
-
-    The table grows while the model answers.
+    """Print the answer to a prompt under the gates of each column (`show_growing`), and return the answers.
 
     Args:
         title: Title of the table.
@@ -248,13 +247,7 @@ def print_answers(
         max_new_tokens: Largest number of tokens of an answer.
     """
     answers = dict.fromkeys(columns, "")
-    table = Live(
-        get_renderable=lambda: make_table(title, answers),
-        console=Console(file=raw_terminal()),
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    with table, use_depth(model, num_loops):
+    with show_growing(title, answers), use_depth(model, num_loops):
         for name, gates in columns.items():
 
             def show(text: str, name: str = name) -> None:
@@ -273,9 +266,37 @@ def print_answers(
     return answers
 
 
+@contextmanager
+def show_growing(title: str, answers: dict[str, str]) -> Iterator[None]:
+    """Show answers that grow inside of a block.
+
+    A terminal has a table. A file or a pipe has each answer as the model wrote it, without breaks, at the end of the block.
+    """
+    if terminal_columns() is None:
+        yield
+        print(list_answers(title, answers))
+        return
+    table = Live(
+        get_renderable=lambda: make_table(title, answers),
+        console=Console(file=raw_terminal()),
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    with table:
+        yield
+
+
+def list_answers(title: str, answers: dict[str, str]) -> str:
+    """Return a paragraph for each answer, whose first line is the title and the name of its column."""
+    paragraphs = []
+    for name, answer in answers.items():
+        paragraphs.append(f"{title}, {name}:\n{answer.strip()}")
+    return "\n\n".join(paragraphs)
+
+
 def make_table(title: str, answers: dict[str, str]) -> Table:
-    """Return a table with a column for each answer."""
-    columns = [Column(Text(show_controls(name)), ratio=1) for name in answers]
+    """Return a table with a column for each answer. A word that is longer than its column goes on in the next line."""
+    columns = [Column(Text(show_controls(name)), ratio=1, overflow="fold") for name in answers]
     table = Table(*columns, title=title, title_justify="left", box=HORIZONTALS, expand=True)
     table.add_row(*(Text(show_controls(answer.strip())) for answer in answers.values()))
     return table

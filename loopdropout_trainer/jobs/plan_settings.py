@@ -49,9 +49,6 @@ SHOWN = {
 }
 """Settings that other lines of a plan show, or whose effect they show, and the commit of the data."""
 
-LONGEST_TEXT = 60
-"""Largest number of characters of a text in a plan, such as a template of prompts."""
-
 
 def describe_rule_fields(rule: GateRule) -> str:
     """Return the fields of a rule in parentheses, such as " (p = 0.5)", or "" for a rule without any."""
@@ -104,13 +101,11 @@ def _write_fields(values: Mapping[str, Any]) -> str:
 
 
 def _write(value: Any) -> str:
-    """Return a value as in a recipe, in one line and without secrets. A long text is cut."""
+    """Return a value as in a recipe, in one line and without secrets. It is never cut, because it may be a path."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, str):
         value = hide_secrets(value)
-        if len(value) > LONGEST_TEXT:
-            value = f"{value[:LONGEST_TEXT]}..."
     if isinstance(value, list) and len(value) == 1:
         return _write(value[0])
     if isinstance(value, tuple):

@@ -43,11 +43,11 @@ def saved(tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def shown(monkeypatch):
-    """The answers by title, in the dictionary that the table is made of."""
+    """The answers by title, in the dictionary that is shown."""
     tables = {}
-    make_table = CHAT.make_table
-    note = lambda title, answers: tables.update({title: answers}) or make_table(title, answers)
-    monkeypatch.setattr(CHAT, "make_table", note)
+    show_growing = CHAT.show_growing
+    note = lambda title, answers: tables.update({title: answers}) or show_growing(title, answers)
+    monkeypatch.setattr(CHAT, "show_growing", note)
     return tables
 
 
@@ -97,6 +97,30 @@ def test_chat_reads_prompts_from_piped_input(monkeypatch, capsys):
     assert prompts == ["Question: 1 + 2?\nAnswer:", "Question: 5 + 4?\nAnswer:"]
     printed = capsys.readouterr().out
     assert re.findall("> .*", printed) == ["> 1 + 2?", "> 5 + 4?"] and "Each line begins a conversation" in printed
+
+
+ADDRESS = f"https://example.org/{'abcdefghij' * 12}"
+
+
+def test_long_piece_of_an_answer_is_never_cut(saved, monkeypatch, capsys):
+    """A terminal shows it in several lines, and a pipe as the model wrote it."""
+
+    def answer_with_address(*args, on_text, **options):
+        on_text(f"See {ADDRESS} now")
+
+    monkeypatch.setattr(CHAT, "generate_greedy", answer_with_address)
+    monkeypatch.setenv("COLUMNS", "80")
+    CHAT.main([str(saved), "3 + 4?"])
+    piped = capsys.readouterr().out.splitlines()
+    for name in ("base model", "adapter"):
+        assert piped[piped.index(f"K = 4, {name}:") + 1] == f"See {ADDRESS} now"
+    monkeypatch.setattr(CHAT, "terminal_columns", lambda: 80)
+    CHAT.main([str(saved), "3 + 4?"])
+    lines = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(lines) if re.fullmatch(" *base model +adapter *", line))
+    for column in (slice(0, 40), slice(40, 80)):
+        text = "".join(line[column] for line in lines[start + 2 :])
+        assert f"See{ADDRESS}now" in text.replace(" ", "")
 
 
 @pytest.fixture

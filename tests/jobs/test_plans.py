@@ -328,7 +328,7 @@ def test_plan_has_every_setting_that_changes_the_training(plan):
     ]
     lines = plan(PAIRS, "--depth_sampling poisson --bf16 true --target_prefix", "x" * 70)
     assert "            time and memory are computed for 4 loops. The deepest step needs the most memory" in lines
-    assert f"settings    chat_template: tulu2, target_prefix: {'x' * 60}..." in lines
+    assert f"settings    chat_template: tulu2, target_prefix: {'x' * 70}" in lines
     assert not any(line.startswith("depth") for line in plan(PAIRS, "--depth_sampling fixed"))
     error = "`low` in `depth_sampling_args` must be from 1 to `high`, 4, got 5. `high` is the model's own depth unless"
     plan(PAIRS, '--depth_sampling uniform --depth_sampling_args {"low":5}', error=error)
