@@ -33,6 +33,7 @@ from loopdropout_trainer.lora import (
 from loopdropout_trainer.means import find_fault
 from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.reruns import is_checkpointed
+from loopdropout_trainer.usual_names import hint_at_p
 
 
 logger = logging.get_logger(__name__)
@@ -180,7 +181,7 @@ class LoopDropoutHandle:
                 f"`sample` must be a function of `example_ids` that returns gates, got {short_repr(value)}."
             )
         is_known = name in _SETTABLE or name.startswith("_") or hasattr(self, name)
-        hint = "" if is_known else closest_match(name, _SETTABLE)
+        hint = "" if is_known else hint_at_p(name) or closest_match(name, _SETTABLE)
         if hint:
             raise UserError(f"`{name}` is not an attribute of the handle.{hint}")
         super().__setattr__(name, value)

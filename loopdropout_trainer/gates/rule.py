@@ -17,9 +17,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from loopdropout_trainer.errors import UserError, closest_match, hint_at_number, hint_at_own_file, short_repr
+from loopdropout_trainer.errors import (
+    UserError,
+    closest_match,
+    hint_at_number,
+    hint_at_own_file,
+    short_repr,
+)
 from loopdropout_trainer.gates.streams import Streams
 from loopdropout_trainer.renames import renamed_attribute, take_old_attribute
+from loopdropout_trainer.usual_names import hint_at_p
 
 
 @dataclass(frozen=True)
@@ -177,6 +184,10 @@ def register_rule(cls: type[GateRule]) -> type[GateRule]:
     return cls
 
 
+_USUAL_RULES = {"dropout": "loop_dropout"}
+"""Names that people type for a rule, although another rule's name is more similar."""
+
+
 def make_rule(name: str, **fields: Any) -> GateRule:
     """Return the rule `name` with its fields, or raise UserError with the valid choices.
 
@@ -307,7 +318,8 @@ def make_from_fields(classes: Mapping[str, type], option: str, name: str, fields
     for field in fields:
         if field not in valid:
             takes = ", ".join(valid) or "no fields"
-            hint = closest_match(field, valid)
+            hint = hint_at_p(field) if "p" in valid else ""
+            hint = hint or closest_match(field, valid)
             raise UserError(f"`{option}: {name}` has no field {field!r}. It takes {takes}.{hint}")
     for field in own_fields:
         has_default = field.default is not MISSING or field.default_factory is not MISSING
@@ -328,7 +340,8 @@ def check_name(classes: Mapping[str, type], option: str, name: str, hint: str = 
     """
     if name not in classes:
         choices = ", ".join(sorted(classes))
-        raise UserError(f"`{option}` must be one of {choices}, got {name!r}.{closest_match(name, classes)}{hint}")
+        meant = _USUAL_RULES.get(name, name)
+        raise UserError(f"`{option}` must be one of {choices}, got {name!r}.{closest_match(meant, classes)}{hint}")
 
 
 def check_number(name: str, value: Any, low: float, high: float, kind: type | tuple[type, ...] = (int, float)) -> None:

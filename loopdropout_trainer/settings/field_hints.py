@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from loopdropout_trainer.errors import UserError, find_mistyped, short_repr
 from loopdropout_trainer.hints import closest_known
+from loopdropout_trainer.usual_names import ADVICE_ON_Q, NAMES_OF_P
 
 
 logger = logging.getLogger(__name__)
@@ -42,13 +43,7 @@ USUAL_NAMES = {
     "loraplus_ratio": "loraplus_lr_ratio",
     "patience": "early_stopping_patience",
     # Gates and adapter
-    "dropout": "p",
-    "loop_dropout": "p",
-    "drop_p": "p",
-    "dropout_p": "p",
-    "p_drop": "p",
-    "drop_prob": "p",
-    "loop_dropout_p": "p",
+    **dict.fromkeys(NAMES_OF_P, "p"),
     "method": "rule",
     "r": "lora_r",
     "rank": "lora_r",
@@ -120,6 +115,11 @@ They only complete the message about an unknown field.
 ITEM_FIELDS = {"fraction": "datasets", "fractions": "datasets"}
 """Names of fields of the items of a list, and of the list."""
 
+SEVERAL_TEXTS = {
+    "prompt": "Put one prompt in quotes. Several prompts are lines of a file or a pipe, as in `loopdropout chat MODEL < FILE`."
+}
+"""Fields of one text that people give several ones, or one text without quotes, and how to give them."""
+
 HOW_TO_COMPARE = {
     "learning_rate": "use `loopdropout sweep`",
     "seed": "use `loopdropout sweep`",
@@ -146,7 +146,7 @@ OF_OTHER_SCRIPTS = {
 }
 """Fields that show that a recipe is one of another script: a field of the running script, and what to do."""
 
-COMPUTED = {"q": ("p", "Set `p` = 1 - q, the probability that a loop is off.")}
+COMPUTED = {"q": ("p", ADVICE_ON_Q)}
 """Quantities that follow from a field: the field, and how it is set."""
 
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
@@ -188,7 +188,24 @@ def field_hint(
         own_name = next((own for own in (name, meant) if own in inner_fields.names), None)
         if own_name is not None:
             return f" Put fields of {inner_fields.noun} under `{field}`: {{{own_name}: {_name_value(value)}}}."
-    return closest_known(name, fields, USUAL_NAMES)
+    return _hint_at_rule(name, fields, value) or closest_known(name, fields, USUAL_NAMES)
+
+
+def _hint_at_rule(name: str, fields: Collection[str], value: Any) -> str:
+    """Return the end of the message about an unknown field of a training that is a field of rules, such as `m`, or ""."""
+    if "rule_args" not in fields:
+        return ""
+    from loopdropout_trainer.gates import RULES  # imports torch
+
+    rules = []
+    for rule in sorted(RULES):
+        own_field = RULES[rule].__dataclass_fields__.get(name)
+        if own_field is not None and own_field.init:
+            rules.append(rule)
+    if not rules:
+        return ""
+    noun = "rule" if len(rules) == 1 else "rules"
+    return f" Put fields of the {noun} {' and '.join(rules)} under `rule_args`: {{{name}: {_name_value(value)}}}."
 
 
 def check_advice(given: Collection[str], fields: Collection[str], advice: Mapping[str, str]) -> None:
@@ -282,7 +299,7 @@ def python_field_hint(name: str, value: Any, fields: Collection[str]) -> str:
         return f" Set `model_init_kwargs={{{meant!r}: {short_repr(value)}}}`."
     if meant.startswith("lora_"):
         return " Give the trainer a `LoraConfig` as `peft_config`."
-    return field_hint(name, fields)
+    return field_hint(name, fields, value)
 
 
 def attribute_hint(name: str, value: Any, fields: Collection[str]) -> str | None:
@@ -292,5 +309,8 @@ def attribute_hint(name: str, value: Any, fields: Collection[str]) -> str | None
     """
     if name in USUAL_NAMES or name in COMPUTED:
         return python_field_hint(name, value, fields)
+    of_rule = _hint_at_rule(name, fields, value)
+    if of_rule:
+        return of_rule
     meant = find_mistyped(name, fields)
     return None if meant is None else f" Did you mean {meant!r}?"

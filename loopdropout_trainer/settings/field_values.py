@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, get_args, get_origin
 
 from loopdropout_trainer.errors import UserError, check_type, describe_type, short_repr
-from loopdropout_trainer.settings.field_hints import HOW_TO_COMPARE, WITHOUT_VALUE, WORDS_FOR_NULL
+from loopdropout_trainer.settings.field_hints import HOW_TO_COMPARE, SEVERAL_TEXTS, WITHOUT_VALUE, WORDS_FOR_NULL
 from loopdropout_trainer.settings.fields import check_choice, check_value, choices_of, items_of, single_types
 from loopdropout_trainer.settings.read_yaml import read_yaml
 
@@ -134,9 +134,10 @@ def option_value(name: str, words: Sequence[str], hint: Any, first_words: str) -
     is_list = _is_list(hint)
     if len(words) > 1 and not is_list:
         _check_single(name, words, hint)
-        raise UserError(
-            f"`{name}` must have one value, got {shlex.join(words)}. Words without `--field` must come first, {first_words}."
-        )
+        fixes = [f"Words without `--field` must come first, {first_words}."]
+        if name in SEVERAL_TEXTS:
+            fixes.insert(0, SEVERAL_TEXTS[name])
+        raise UserError(f"`{name}` must have one value, got {shlex.join(words)}. {' '.join(fixes)}")
     is_text = str in types or str in single_types(item_type)
     is_missing = not words and not is_list
     is_null = "" in words and not is_text  # as YAML reads an empty text

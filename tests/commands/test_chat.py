@@ -123,6 +123,12 @@ def test_long_piece_of_an_answer_is_never_cut(saved, monkeypatch, capsys):
         assert f"See{ADDRESS}now" in text.replace(" ", "")
 
 
+def test_several_prompts_name_a_pipe():
+    fix = "Put one prompt in quotes. Several prompts are lines of a file or a pipe, as in `loopdropout chat MODEL < FILE`."
+    with user_error(f"`prompt` must have one value, got 'A\\?' 'B\\?'. {fix} Words without `--field` must come first"):
+        CHAT.main(["tiny-ouro", "A?", "B?"])
+
+
 @pytest.fixture
 def session(monkeypatch, capsys):
     """A function from entered lines and words to the prompts and answers of a session at a terminal, and its text."""

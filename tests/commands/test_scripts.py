@@ -786,6 +786,7 @@ MISTAKES = [
         "--dry_run true --adapter_name_or_path recipes",
         "The folder recipes holds neither a model nor an adapter",
     ),
+    ("sft", "--compare_with dropout", "got 'dropout'. Did you mean 'loop_dropout'?"),
     ("sft", "--compare_with lara", "`compare_with` must be one of adaptive, "),
     ("sft", "--preview 0 1 2", "`preview` must have one value, got 0 1 2."),
     ("sft", "--preview 32", "`preview` must be from 0 to 31, got 32."),

@@ -498,6 +498,8 @@ HABITS = {
     "drop_p": "p",
     "dropout_p": "p",
     "drop_prob": "p",
+    "prob": "p",
+    "rate": "p",
     "r": "lora_r",
     "lora_rank": "lora_r",  # LLaMA-Factory, which also has `lora_target`, `cutoff_len` and `val_size`
     "alpha": "lora_alpha",
@@ -530,6 +532,13 @@ def test_habitual_names_mean_fields_that_exist():
     classes = [*load_script("recipes/sft.py").ARGUMENTS, load_script("recipes/push.py").PushArguments]
     names = {field.name for cls in classes for field in fields(cls)}
     assert {*USUAL_NAMES.values()} <= names and names.isdisjoint(USUAL_NAMES)
+
+
+def test_field_of_a_rule_has_a_hint_at_its_mapping():
+    with user_error("`m` is not a field .* Put fields of the rule exactly_m under `rule_args`: {m: 2}."):
+        parse(SFT_TYPES, ["quickstart.yaml", "--rule", "exactly_m", "--m", "2"])
+    with user_error("Put fields of the rules parallel_noise and weight_noise under `rule_args`: {c: 2}."):
+        parse(SFT_TYPES, ["quickstart.yaml", "--c", "2"])
 
 
 def test_probability_q_has_a_hint():

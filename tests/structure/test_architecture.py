@@ -17,7 +17,7 @@ from helpers.files import ROOT
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
-arithmetic bounds memory own_code published_sizes renames terminal
+arithmetic bounds memory own_code published_sizes renames terminal usual_names
 errors
 blocks files gate_values gates limits rewards
 hints
@@ -35,7 +35,7 @@ jobs lm_eval
 sweeps
 """
 """From the ground up. A module imports modules of its own folder and of the floors below its own."""
-BASE = {"errors", "renames"}
+BASE = {"errors", "renames", "usual_names"}
 MEETING = {*BASE, "gate_state", "looped"}
 APART = {
     "blocks": BASE,

@@ -101,6 +101,7 @@ def test_checkpointing_by_default_gives_no_warning(config):
     [
         ("q", 0.25, "`q` is not a field of LoopDropoutConfig. Set `p` = 1 - q"),
         ("dropout", 0.25, "Did you mean 'p'"),
+        ("m", 2, r"Put fields of the rule exactly_m under `rule_args`: \{m: 2\}"),
         ("K", 2, r"Set `model_init_kwargs=\{'num_loops': 2\}`"),
         ("learning_rat", 0.1, "`learning_rat` is not a field of LoopDropoutConfig. Did you mean 'learning_rate'?"),
     ],
@@ -144,6 +145,10 @@ def test_wrong_field_that_is_set_later_raises(config, name, value, message):
             "`eval_strategy` must be steps or epoch if `save_strategy` is best, got no",
         ),
         ({"rule_args": {"q": 0.5}}, "'q'"),
+        ({"prob": 0.5}, "`prob` is not a field of LoopDropoutConfig. Did you mean 'p'?"),
+        ({"rule_args": {"drop_prob": 0.5}}, "no field 'drop_prob'. It takes p. Did you mean 'p'?"),
+        ({"m": 2}, r"Put fields of the rule exactly_m under `rule_args`: \{m: 2\}"),
+        ({"rule": "dropout"}, "`rule` must be one of .*, got 'dropout'. Did you mean 'loop_dropout'?"),
         ({"rule_args": 3}, "`rule_args` must be a mapping"),
         ({"loss_average": "rows"}, "`loss_average` must be"),
         ({"rule": "LoRA"}, "`rule` must be one of .*, got 'LoRA'. Did you mean 'lora'"),

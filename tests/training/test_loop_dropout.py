@@ -326,6 +326,9 @@ def test_handle_takes_another_p_and_rule():
         handle.rule = 0.5
     for name, value, message in (
         ("P", 0.1, "`P` is not an attribute of the handle. Did you mean 'p'"),
+        ("prob", 0.1, "`prob` is not an attribute of the handle. Did you mean 'p'"),
+        ("drop_p", 0.1, "`drop_p` is not an attribute of the handle. Did you mean 'p'"),
+        ("q", 3, "`q` is not an attribute of the handle. Set `p` = 1 - q"),
         ("ruel", "lora", "`ruel` is not an attribute of the handle. Did you mean 'rule'"),
         ("sample", [1, 1, 1, 1], "`sample` must be a function of `example_ids` that returns gates"),
         ("seed", "7", "`seed` must be an integer, got '7'"),

@@ -1186,7 +1186,14 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
     with user_error("`q` is not an attribute of the trainer. Set `p` = 1 - q"):
         trainer.q = 0.5
     trainer.note = "an attribute of the user"
-    for name, meant in {"rul": "rule", "P": "p", "pp": "p", "dropout": "p", "num_lops": "num_loops"}.items():
+    for name, meant in {
+        "rul": "rule",
+        "P": "p",
+        "pp": "p",
+        "dropout": "p",
+        "prob": "p",
+        "num_lops": "num_loops",
+    }.items():
         with user_error(f"`{name}` is not an attribute of the trainer. Did you mean '{meant}'?"):
             setattr(trainer, name, 1)
     for name, meant in {"lr": "learning_rate", "leraning_rate": "learning_rate", "seeed": "seed"}.items():
