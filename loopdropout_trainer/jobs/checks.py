@@ -16,6 +16,7 @@ from loopdropout_trainer.saving.pushing import check_repository
 from loopdropout_trainer.settings.arguments import ScriptArguments
 from loopdropout_trainer.training.argument_checks import check_trackers
 from loopdropout_trainer.training.distributed import check_devices
+from loopdropout_trainer.training.unused_fields import warn_of_unused_pushes
 
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def check_settings(script: ScriptArguments, data: DataArguments, training: GateC
 
 def _check_pushes(script: ScriptArguments, training: GateConfig) -> None:
     """Raise UserError for a name that the Hub refuses, or a merged model without a repository of its own."""
+    warn_of_unused_pushes(training, pushes_merged=script.push_merged_to_hub)
     if script.push_merged_to_hub or training.push_to_hub:
         check_repository(training.hub_model_id)
     if not script.push_merged_to_hub:

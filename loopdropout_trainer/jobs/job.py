@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopdropout_trainer.costs.trainings import count_steps
 from loopdropout_trainer.data import DataArguments, LeftOut
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gates.rule import check_rule_name
 from loopdropout_trainer.jobs.base_results import evaluate_base
 from loopdropout_trainer.jobs.checks import check_scored_loops, check_settings
-from loopdropout_trainer.jobs.example_plan import describe_left_out, describe_loaded
+from loopdropout_trainer.jobs.example_plan import count_rows, describe_left_out, describe_loaded
 from loopdropout_trainer.jobs.measuring import measure
 from loopdropout_trainer.jobs.plan import (
     describe_plan,
@@ -45,6 +46,7 @@ from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArgume
 from loopdropout_trainer.settings.recipe import build, dump_recipe, override
 from loopdropout_trainer.terminal import print_sentences
 from loopdropout_trainer.training.sampling import check_sampling
+from loopdropout_trainer.training.unused_fields import warn_of_unreached
 
 
 if TYPE_CHECKING:
@@ -202,6 +204,7 @@ class Job:
         if self.plan:
             self._print_plan(describe_loaded(self.loaded, left_out, self.data_args, self.args, self.trainings))
         self._hint_at_evaluation(datasets)
+        warn_of_unreached(self.args, count_steps(self.args, count_rows(self.loaded, self.args)))
         return datasets
 
     def _load_examples(self, left_out: list[LeftOut]) -> TrainingExamples | NotLoaded:

@@ -11,11 +11,14 @@ from transformers import TrainingArguments
 from loopdropout_trainer.errors import UserError, closest_match
 
 
-_OF_EACH_DATASET = ("loss", "runtime", "samples_per_second", "steps_per_second")
+_OF_EACH_DATASET = ("loss",)
 """Metrics of an evaluation whose names begin with the dataset's if there are several held-out datasets."""
 
+_COSTS = ("runtime", "samples_per_second", "steps_per_second", "num_tokens", "model_preparation_time")
+"""Ends of the names of measured times and numbers of tokens, which do not say which checkpoint is the best one."""
+
 _METRICS = {
-    "sft": ("mean_token_accuracy", "entropy", "num_tokens"),
+    "sft": ("mean_token_accuracy", "entropy"),
     "dpo": (
         "rewards/accuracies",
         "rewards/margins",
@@ -27,9 +30,8 @@ _METRICS = {
         "logits/rejected",
         "mean_token_accuracy",
         "entropy",
-        "num_tokens",
     ),
-    "grpo": ("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "num_tokens"),
+    "grpo": ("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy"),
 }
 """Further metrics of TRL's evaluations, by the command that trains. GRPO adds groups, such as rewards/NAME/mean."""
 
@@ -93,7 +95,9 @@ def _check_saving_best(args: TrainingArguments) -> None:
 
 
 def list_metrics(command: str, datasets: Iterable[str] = ()) -> list[str]:
-    """Return the names of the metrics of an evaluation, without `eval_` and without the groups of GRPO.
+    """Return the names of the metrics of an evaluation that can tell which checkpoint is the best one.
+
+    They are without `eval_` and without the groups of GRPO.
 
     Args:
         command: Command that trains: sft, dpo or grpo.
@@ -125,6 +129,7 @@ def check_best_metric(args: Any, datasets: Iterable[str] = ()) -> None:
 
 def unknown_metric(metric: str, names: Sequence[str]) -> UserError:
     """Return the error about a `metric_for_best_model` that is none of an evaluation's metrics, `names` without `eval_`."""
+    names = [name for name in names if not name.endswith(_COSTS)]
     hint = closest_match(metric.removeprefix("eval_"), names)
     return UserError(f"`metric_for_best_model` must be one of {', '.join(names)}, got {metric!r}.{hint}")
 

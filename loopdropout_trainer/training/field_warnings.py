@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from loopdropout_trainer.training.evaluation_fields import word_of
+from loopdropout_trainer.training.unused_fields import describe_reversed, describe_unused
 
 
 logger = logging.get_logger(__name__)
@@ -32,6 +33,12 @@ def warn_of_fields(args: TrainingArguments, given_names: Collection[str]) -> Non
         return
     _warn_of_unusual_values(args)
     _warn_of_unused_steps(args, given_names)
+    sentences = describe_unused(args, given_names)
+    is_reversed = describe_reversed(args)
+    if is_reversed is not None:
+        sentences.append(is_reversed)
+    for sentence in sentences:
+        logger.warning_once(sentence)
 
 
 def _warn_of_unusual_values(args: Any) -> None:

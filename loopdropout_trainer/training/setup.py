@@ -69,6 +69,7 @@ from loopdropout_trainer.training.row_checks import RowReader, check_rows
 from loopdropout_trainer.training.rule_checks import check_draws
 from loopdropout_trainer.training.sampling import check_sampling, seed_lengths
 from loopdropout_trainer.training.stopping import EarlyStopCallback, StopCallback
+from loopdropout_trainer.training.unused_fields import UnreachedCallback
 
 
 def _name_of(model: str | PreTrainedModel | PeftModel) -> str:
@@ -316,6 +317,7 @@ class AdapterTrainingMixin(
         self._step_callbacks = make_step_callbacks(arguments["args"], self.rule)
         # The first ones read the gates of a step, and the second one resets them.
         own = [*self._step_callbacks, self._unit_gates, self._stop_callback, self.resumption, PushCallback()]
+        own.append(UnreachedCallback())
         self._early_stop_callback = None
         if arguments["args"].early_stopping_patience is not None:
             self._early_stop_callback = EarlyStopCallback(arguments["args"].early_stopping_patience)

@@ -61,7 +61,8 @@ def unlisted_metrics(trainer):
     names = {
         name.removeprefix("eval_") for log in trainer.state.log_history for name in log if name.startswith("eval_")
     }
-    listed = {*list_metrics(trainer.args.command), "model_preparation_time"}  # only before a training
+    costs = {"runtime", "samples_per_second", "steps_per_second", "num_tokens", "model_preparation_time"}
+    listed = {*list_metrics(trainer.args.command), *costs}
     return {name for name in names - listed if trainer.args.command != "grpo" or "/" not in name}
 
 

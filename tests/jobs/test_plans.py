@@ -226,6 +226,22 @@ def test_other_trainers_refuse_several_draws_in_a_plan():
         LoopDropoutDPOConfig("run", precompute_ref_log_probs=True, bf16=False)
 
 
+def test_plan_names_fields_that_cannot_act(plan, log):
+    """Because of other fields, or of the number of steps."""
+    stop = "--early_stopping_patience 2 --eval_strategy steps --num_eval_examples 2"
+    plan(PAIRS, f"{stop} --max_steps 31 --eval_steps 1000 --greater_is_better true --hub_model_id me/x")
+    for sentence in (
+        "`early_stopping_patience` has no effect, because `eval_steps` is 1,000 and the training has 31 steps",
+        "`greater_is_better` is true for the metric loss",
+        "`hub_model_id` has no effect, because `push_to_hub` is false, so nothing is pushed.",
+    ):
+        assert sentence in log.text
+    log.clear()
+    plan(PAIRS, f"{stop} --max_steps 31 --eval_steps 5 --push_to_hub true --hub_model_id me/x")
+    plan(PAIRS, "--merge true --push_merged_to_hub true --hub_model_id me/x")
+    assert "no effect" not in log.text
+
+
 def test_dry_run_ends_with_a_folder_that_cannot_be_written(plan, tmp_path, monkeypatch):
     """The training says it before it loads the model. A sweep has the same check, also when it starts."""
     (tmp_path / "file").write_text("")

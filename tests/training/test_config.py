@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from helpers.tiny import tiny_ouro
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig, LoopDropoutSFTTrainer
 from loopdropout_trainer.gates import ExactlyM, GateRule, LoopDropout, make_rule
 from loopdropout_trainer.results.training_results import training_recipe
+from loopdropout_trainer.training.unused_fields import describe_unreached
 
 
 @pytest.mark.parametrize(("p", "same"), [(0.25, 0.25), ([0.25], 0.25), ([0.1, 0.2, 0.3, 0.4], (0.1, 0.2, 0.3, 0.4))])
@@ -195,6 +197,102 @@ def test_steps_without_evaluation_are_named(config, log):
     config(eval_steps=8, eval_strategy="steps")
     config(eval_strategy="epoch")
     assert "no effect" not in log.text
+
+
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "load_best_model_at_end": True}
+UNUSED = [
+    ({"eval_delay": 3}, "`eval_delay` has no effect, because `eval_strategy` is no. Set it to steps or epoch"),
+    ({"metric_for_best_model": "loss"}, "`metric_for_best_model` has no effect, because `eval_strategy` is no."),
+    (
+        {"greater_is_better": False, "eval_strategy": "epoch"},
+        "`greater_is_better` has no effect, because `metric_for_best_model` is not set.",
+    ),
+    ({"save_total_limit": 2}, "`save_total_limit` has no effect, because `save_strategy` is no."),
+    (
+        {"logging_strategy": "epoch", "logging_steps": 3},
+        "`logging_steps` has no effect, because `logging_strategy` is epoch. Set it to steps to log every 3 steps.",
+    ),
+    (
+        {"lr_scheduler_type": "constant", "warmup_steps": 3},
+        "`warmup_steps` has no effect, because `lr_scheduler_type` is constant. Set it to constant_with_warmup.",
+    ),
+    ({"warmup_from_first_step": True}, "`warmup_from_first_step` has no effect, because `warmup_steps` is 0."),
+    ({"hub_strategy": "end"}, "`hub_strategy` has no effect, because `push_to_hub` is false. Set it to true to push"),
+    (
+        {**BEST, "greater_is_better": True, "metric_for_best_model": "short_loss"},
+        "`greater_is_better` is true for the metric short_loss, so the checkpoint with the",
+    ),
+    (
+        {**BEST, "greater_is_better": False, "metric_for_best_model": "eval_mean_token_accuracy"},
+        "`greater_is_better` is false for the metric mean_token_accuracy, so the checkpoint with its smallest value",
+    ),
+]
+USED = [
+    {"lr_scheduler_type": "constant", "warmup_steps": 3, "warmup_from_first_step": True},
+    {**BEST, "greater_is_better": False},
+    {**BEST, "greater_is_better": True, "metric_for_best_model": "mean_token_accuracy"},
+    {**BEST, "eval_delay": 1, "save_total_limit": 1},
+    {"hub_model_id": "me/x"},  # which `trainer.push_to_hub` reads
+]
+
+
+def test_fields_that_cannot_act_are_named(config, log):
+    for fields, message in UNUSED:
+        config(**fields)
+        assert message in log.text, fields
+    log.clear()
+    for fields in USED:
+        config(**fields)
+    assert "no effect" not in log.text and "greater_is_better" not in log.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_steps", "message"),
+    [
+        (
+            {"early_stopping_patience": 2, "eval_steps": 1000},
+            30,
+            "`early_stopping_patience` has no effect, because `eval_steps` is 1,000 and the training has 30 steps, so it is "
+            "never evaluated. Set `eval_steps` to a smaller number.",
+        ),
+        ({"load_best_model_at_end": True, "eval_steps": 31}, 30, "`load_best_model_at_end` has no effect, because"),
+        ({"eval_steps": 31}, 30, "`eval_strategy` has no effect, because"),
+        (
+            {"eval_steps": 10, "eval_delay": 40},
+            30,
+            "`eval_delay` is 40 and the training has 30 steps, so .* `eval_delay`",
+        ),
+        (
+            {"early_stopping_patience": 2, "eval_steps": 10},
+            30,
+            "`early_stopping_patience` 2 has no effect, because `eval_steps` is 10 and .*, so it cannot stop before its end",
+        ),
+        ({"early_stopping_patience": 2, "eval_steps": 0.4}, 30, "`early_stopping_patience` 2 has no effect"),
+        (
+            {"early_stopping_patience": 2, "eval_strategy": "epoch", "num_train_epochs": 3, "max_steps": -1},
+            None,
+            "`early_stopping_patience` 2 has no effect, because `eval_strategy` is epoch and the training has 3 epochs",
+        ),
+        ({"early_stopping_patience": 2, "eval_steps": 9}, 30, None),
+        ({"early_stopping_patience": 2, "eval_strategy": "epoch", "num_train_epochs": 4, "max_steps": -1}, None, None),
+        ({"early_stopping_patience": 2, "eval_steps": 9}, None, None),
+        ({"eval_strategy": "no"}, 30, None),
+    ],
+)
+def test_evaluations_after_the_end_are_named(config, fields, num_steps, message):
+    """Also an early stop that would need more evaluations than the training has."""
+    if "early_stopping_patience" in fields or "load_best_model_at_end" in fields:
+        fields = {"save_strategy": "best", **fields}
+    sentence = describe_unreached(config(**{"eval_strategy": "steps", **fields}), num_steps)
+    assert (sentence is None) == (message is None)
+    assert message is None or re.search(message, sentence)
+
+
+def test_training_names_evaluations_after_its_end(make_sft, log):
+    make_sft(eval_strategy="steps", eval_steps=17, max_steps=1).train()
+    assert (
+        "`eval_strategy` has no effect, because `eval_steps` is 17 and the training has 1 step, so it is" in log.text
+    )
 
 
 @pytest.mark.parametrize("cls", [LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig])

@@ -300,6 +300,10 @@ def test_unmeasured_metric_is_explained(make_trainer):
     trainer = make_trainer(cls=LoopDropoutSFTTrainer, metric_for_best_model="mean_token_acuracy", **fields)
     with user_error("`metric_for_best_model` must be one of loss, .*Did you mean 'mean_token_accuracy'"):
         trainer.train()
+    for cost in ("eval_runtime", "num_tokens"):  # which every evaluation measures
+        trainer.args.metric_for_best_model = cost
+        with user_error("`metric_for_best_model` must be one of loss, mean_token_accuracy, entropy, got"):
+            trainer.train()
     trainer.args.metric_for_best_model = "loss"
     trainer.eval_dataset = {"short": trainer.eval_dataset, "long": trainer.eval_dataset}
     with user_error("`metric_for_best_model` must be one of short_loss, .*long_loss, .*got 'loss'."):
