@@ -413,8 +413,8 @@ def _gains(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str,
     return 100 * (correct - others)
 
 
-def score(model: nn.Module, batches: Iterable[Batch], gates: Sequence[float] | Tensor | None = None) -> Score:
-    """Return the final loop's score, under gates [K] or under the current gates."""
+def score(model: nn.Module, batches: Iterable[Batch], gates: Sequence[float] | Tensor | str | None = None) -> Score:
+    """Return the final loop's score, under gates [K], such as [1, 0, 0, 0] or "1-0-0-0", or under the current gates."""
     with use_gates(model, gates):
         (final_score,) = _score(model, batches, lambda looped, inputs: [_final_readout(looped, inputs)])
     return final_score

@@ -194,6 +194,14 @@ class GatedBatch:
                 f"{len(self.gates)}. Begin a block of `use_depth` before it, or give a `LoopedLM` its own `gates`."
             )
 
+    def check_columns(self, shape: Sequence[int] | None) -> None:
+        """Raise UserError if the gates of a block have columns for other examples than those of a batch.
+
+        Gates that are all one are checked, too, although no layer reads them. `shape`: (B, S), or None if it is unknown.
+        """
+        if self.of_block and self.sampled is not None and shape is not None:
+            self.find_token_examples(shape, self.sampled.shape[1])
+
     def check_loop(self, index: int) -> None:
         """Raise UserError if the gates have no row for a loop."""
         if self.gates is not None and index >= len(self.gates):
@@ -304,15 +312,16 @@ class GateState:
         """Whether a trainer has drawn the current gates, of which one differs from 1."""
         return self.batch.gates is not None and self.batch.rule is not None
 
-    def begin_pass(self, num_loops: int) -> None:
-        """Note that a pass of K loops begins.
+    def begin_pass(self, num_loops: int, shape: Sequence[int] | None) -> None:
+        """Note that a pass of K loops over a batch of shape (B, S), or None if it is unknown, begins.
 
         Raises:
-            UserError: If the gates of a block are for another number of loops. For a pass that runs again and may belong to
-                other gates (`Reruns`), and for inference under the gates that a trainer has drawn, outside of `train()` and
-                of a loss.
+            UserError: If the gates of a block are for another number of loops or for other examples. For a pass that runs
+                again and may belong to other gates (`Reruns`), and for inference under the gates that a trainer has drawn,
+                outside of `train()` and of a loss.
         """
         self.batch.check_depth(num_loops)
+        self.batch.check_columns(shape)
         # The mode of the model tells nothing, because it stays in training mode after a training.
         is_inference = not (torch.is_grad_enabled() or self.must_draw or self.computes_loss)
         if is_inference and self.is_drawn and not is_checkpointed():  # whose first run may have no gradient

@@ -30,7 +30,7 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.gates.texts import expand_gates, parse_gates
+from loopdropout_trainer.gate_texts import expand_gates, parse_gates
 from loopdropout_trainer.generation import check_prompt_length, generate_greedy
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model, use_depth
 from loopdropout_trainer.lora import use_gates

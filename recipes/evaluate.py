@@ -39,7 +39,7 @@ from loopdropout_trainer.evaluation.plan import (
     print_evaluation_plan,
     print_plan_without_models,
 )
-from loopdropout_trainer.gates.texts import expand_gates
+from loopdropout_trainer.gate_texts import expand_gates
 from loopdropout_trainer.jobs.runs import TRAINING_TYPES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results.recipe_changes import UNCOMPARED, find_difference

@@ -36,7 +36,7 @@ from loopdropout_trainer.evaluation.arguments import (
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gate_labels import label_gates
 from loopdropout_trainer.gate_state import cut_gates
-from loopdropout_trainer.gates.texts import parse_gates
+from loopdropout_trainer.gate_texts import parse_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.limits import rendering_error
 from loopdropout_trainer.looped import attach_looped_model, check_num_loops, use_depth

@@ -15,7 +15,7 @@ from loopdropout_trainer.errors import count
 from loopdropout_trainer.evaluation.answer_code import count_kept
 from loopdropout_trainer.evaluation.harness import list_problems, name_of
 from loopdropout_trainer.evaluation.program_checks import leaves_of
-from loopdropout_trainer.gates.texts import expand_gates
+from loopdropout_trainer.gate_texts import expand_gates
 from loopdropout_trainer.results.run_files import read_own_results, unneeded_columns
 from loopdropout_trainer.terminal import titled
 

@@ -23,6 +23,7 @@ from transformers.utils import logging
 from loopdropout_trainer.blocks import as_block
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gate_state import GateState, applied_gates
+from loopdropout_trainer.gate_texts import parse_gates
 from loopdropout_trainer.gate_values import as_gate_matrix, check_token_examples
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora.compatibility import check_layers, check_variant, find_active_adapter
@@ -412,7 +413,7 @@ def gate_new_layers(model: PeftModel) -> None:
 
 @as_block
 def use_gates(
-    model: PeftModel, gates: Tensor | Sequence | None, token_examples: Tensor | None = None
+    model: PeftModel, gates: Tensor | Sequence | str | None, token_examples: Tensor | None = None
 ) -> Iterator[GateState]:
     """Apply given gates to a PEFT model over a looped model, with or without a trainer.
 
@@ -430,8 +431,9 @@ def use_gates(
 
     Args:
         model: PEFT model over a looped model.
-        gates: Gates [K] or [K, 1] for all examples, [K, N] for N examples, or [K, N, M] for M adapted modules. None: the
-            current gates stay, and the model may have no adapter.
+        gates: Gates [K] or [K, 1] for all examples, [K, N] for N examples, or [K, N, M] for M adapted modules. A text
+            such as "1-0-0-0" or "loop 1" has the gates [K], as in `loopdropout chat --gates`. None: the current gates stay,
+            and the model may have no adapter.
         token_examples: Index (0..N-1) of each token's example, [B, S], for packed examples.
 
     Raises:
@@ -443,6 +445,8 @@ def use_gates(
     if gates is None:
         yield looped.gate_state
         return
+    if isinstance(gates, str):
+        gates = parse_gates(gates, looped.num_loops) or [1.0] * looped.num_loops
     gates = as_gate_matrix(gates, looped.num_loops, len(adapted_layers(model)))
     check_token_examples(token_examples, gates.shape[1])
     was_gated = bool(gated_layers(model))

@@ -103,8 +103,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 Further tokens start from the family's own state, which is the default.
             output_readouts: Whether to return the K readouts and the K states.
         """
-        self.gate_state.begin_pass(self.config.num_loops)
         embeddings = self._embed(input_ids, inputs_embeds)
+        self.gate_state.begin_pass(self.config.num_loops, embeddings.shape[:2])
         check_num_layers(self.config, self.num_layers)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not output_readouts

@@ -9,7 +9,7 @@ the layer itself would run outside of the checkpoint.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +87,7 @@ class LoopDescription(LoopedModelMixin, ABC):
     def _pass_gates(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Pass the current gates from the backbone on to its layers."""
         check_num_layers(self.config, self.num_layers)
-        self.gate_state.begin_pass(self.num_loops)
+        self.gate_state.begin_pass(self.num_loops, _find_shape(args, kwargs))
         batch = self.gate_state.batch
         if batch.is_set:
             kwargs = {**kwargs, PASS_GATES: batch}
@@ -167,6 +167,14 @@ class LoopDescription(LoopedModelMixin, ABC):
             with use_depth(self.model, depth), cut_gates(self.gate_state, depth):
                 readouts.append(self.base_model(**inputs, use_cache=False).last_hidden_state)
         return tuple(readouts)
+
+
+def _find_shape(args: tuple, kwargs: Mapping[str, Any]) -> Sequence[int] | None:
+    """Return the shape (B, S) of the batch of a pass, or None without a batch, about which the backbone raises an error."""
+    for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
+        if torch.is_tensor(value):
+            return value.shape[:2]
+    return None
 
 
 def _drop_gates(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

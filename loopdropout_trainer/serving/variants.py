@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.gates.texts import parse_gates
+from loopdropout_trainer.gate_texts import parse_gates
 from loopdropout_trainer.looped import check_num_loops, use_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.saving.facts import Source

@@ -211,11 +211,14 @@ def test_checkpointed_unit_pass_raises_in_a_block(use_reentrant):
         (torch.ones(3), r"K = 4 loops, .* got the shape \[3\]"),
         (torch.full((4,), float("nan")), "finite"),
         (torch.full((4, 3), 0.5), "one column for each of the 4 examples or one column for all, got 3 columns. Run"),
+        (torch.ones(4, 3), "one column for each of the 4 examples or one column for all, got 3 columns. Run"),
         (
             torch.full((4, 2), 0.5),
             r"got 2 columns. `num_beams` .* Repeat the columns, .* `gates.repeat_interleave\(2, dim=1\)`",
         ),
-        ("1-0-0-0", r"must be a list of numbers, .* such as \[1, 0, 0, 0\], got '1-0-0-0'"),
+        ({"p": 1}, r"must be a list of numbers, .* such as \[1, 0, 0, 0\], got {'p': 1}"),
+        ("1-0-0", r"one number for each loop \(K = 4\), such as 1-0-0-0, got '1-0-0'"),
+        ("single_lop", r"one number for each loop \(K = 4\), such as 1-0-0-0, got 'single_lop'"),
         (0.3, r"got 0.3. For one gate in all loops, write `\[0.3\] \* 4`. A drop probability belongs in"),
     ],
 )
@@ -235,6 +238,19 @@ def test_use_gates_validates_gates(gates, message):
 def test_use_gates_validates_token_examples(token_examples, message):
     with user_error(message), use_gates(adapted(), torch.ones(4, 2), token_examples):
         pass
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("1-0-0-0.5", [1, 0, 0, 0.5]), ("loop 2", [0, 1, 0, 0]), ("1-1-1-1", [1] * 4)]
+)
+def test_use_gates_takes_texts(text, numbers):
+    """As the commands do."""
+    model = adapted()
+    logits = []
+    for gates in (text, numbers):
+        with use_gates(model, gates):
+            logits.append(model(IDS).logits)
+    assert torch.equal(*logits)
 
 
 def test_use_gates_without_gates_changes_nothing():

@@ -19,7 +19,7 @@ PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
 arithmetic bounds memory own_code published_sizes renames terminal usual_names
 errors
-blocks files gate_values gates limits rewards
+blocks files gate_texts gate_values gates limits rewards
 hints
 hub reruns
 gate_state tokenizers
@@ -42,9 +42,10 @@ APART = {
     "reruns": {*BASE, "blocks"},
     "gate_state": {*BASE, "blocks", "reruns"},
     "looped": {*MEETING, "blocks"},
+    "gate_texts": BASE,
     "gate_values": BASE,
     "gates": BASE,
-    "lora": {*MEETING, "blocks", "bounds", "gate_values"},
+    "lora": {*MEETING, "blocks", "bounds", "gate_texts", "gate_values"},
     "models": MEETING,
 }
 """Places that meet in `gate_state.py` and `looped.py` only, and what else they import."""
