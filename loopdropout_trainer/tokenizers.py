@@ -218,6 +218,15 @@ def _missing_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[s
     return sorted({*tokens.values()}.difference(tokenizer.get_vocab()))
 
 
+def template_hint(name: str) -> str:
+    """Return the end of a message about an unknown chat template: the one of the package that is meant, or "".
+
+    It is meant by a mistyped name, or by the name that people know elsewhere.
+    """
+    known = {other.lower(): template for template, other in OTHER_NAMES.items()}
+    return closest_match(known.get(name.lower(), name), CHAT_TEMPLATES)
+
+
 def unknown_template(field: str, name: str, others: str) -> UserError:
     """Return the error about a chat template that does not exist.
 
@@ -226,8 +235,7 @@ def unknown_template(field: str, name: str, others: str) -> UserError:
         name: Name as typed.
         others: What the field can be besides the names of the package's templates.
     """
-    known = {other.lower(): template for template, other in OTHER_NAMES.items()}
-    hint = closest_match(known.get(name.lower(), name), CHAT_TEMPLATES)
+    hint = template_hint(name)
     if not hint and Path(name).suffix:
         hint = file_hint(Path(name), is_readable=_is_jinja)
     return UserError(f"`{field}` must be {_list_templates()} or {others}, got {name!r}.{hint}")

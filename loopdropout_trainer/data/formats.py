@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, choose_advice, closest_match, short_repr
 
 
 if TYPE_CHECKING:
@@ -155,6 +155,9 @@ def wrong_columns(
         hint += f" {typed[name]}{match}"
     if typed_names and all(matches):
         fix = ""  # the user has used a field of the fix, and only mistyped the names in it
+    if {"chosen", "rejected"} <= {*names} - known:
+        trainer = choose_advice("`loopdropout dpo`", "`LoopDropoutDPOTrainer`")
+        hint += f" {trainer} trains on pairs of chosen and rejected answers."
     message = f"{title} must have {expected}, got the columns {', '.join(names)}.{hint}"
     return UserError(f"{message} {fix}".rstrip())
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import cached_file
 
-from loopdropout_trainer.errors import UserError, closest_match
-from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, set_chat_template, unknown_template
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, set_chat_template, template_hint, unknown_template
 
 
 def choose_template(args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -24,7 +24,7 @@ def choose_template(args: TrainingArguments, tokenizer: PreTrainedTokenizerBase)
         set_chat_template(tokenizer, name, "chat_template_path")
         return None
     others = "a Jinja file, or the name of a tokenizer with a chat template"
-    is_mistyped = "/" not in name and closest_match(name, CHAT_TEMPLATES) != ""
+    is_mistyped = "/" not in name and template_hint(name) != ""
     if is_mistyped and not Path(name).exists():  # without a network, asking the Hub would take long
         raise unknown_template("chat_template_path", name, others)
     try:

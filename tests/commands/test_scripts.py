@@ -808,7 +808,8 @@ MISTAKES = [
 SFT_COLUMNS = "one of: `prompt` and `completion`; `messages`; `conversations`; `text`"
 COLUMNS = [
     ("sft", "conversation", f"{SFT_COLUMNS}, got the columns conversation. Did you mean 'conversations'? `column_map"),
-    ("sft", "chosen rejected", f"{SFT_COLUMNS}, got the columns chosen, rejected. `column_mapping` renames"),
+    ("sft", "chosen rejected", f"{SFT_COLUMNS}, got the columns chosen, rejected. "
+     "`LoopDropoutDPOTrainer` trains on pairs of chosen and rejected answers. `column_mapping` renames"),
     ("dpo", "prompt choosen", "one of: `prompt`, `chosen` and `rejected`; `chosen` and `rejected`, got the columns "
      "prompt, choosen. Did you mean 'chosen'?"),
     ("grpo", "messages", "`prompt` and `completion`, got the columns messages."),

@@ -546,6 +546,8 @@ def test_unknown_template_path_names_the_known_ones(make, monkeypatch):
     monkeypatch.setattr("loopdropout_trainer.training.chat_templates.cached_file", lambda *names: asked.append(names))
     with user_error("`chat_template_path` must be huginn, .*, got 'tulu'. Did you mean 'tulu2'?"):
         make(SFT, CHAT, chat_template_path="tulu")
+    with user_error("got 'chatml'. Did you mean 'ouro'?"):  # another name of the template
+        make(SFT, CHAT, chat_template_path="chatml")
     assert not asked
 
 
