@@ -96,7 +96,7 @@ class ResumptionCallback(TrainerCallback, ExportableState):
         if is_resumed and state.is_world_process_zero:
             text = f"Continuing from checkpoint-{state.global_step} of {state.max_steps}"
             if state.global_step >= state.max_steps:
-                text = f"checkpoint-{state.global_step} is of the last step, so nothing is left to train"
+                text = f"The training has ended at checkpoint-{state.global_step}, so nothing is left to train"
             tqdm.write(text)
 
     def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):

@@ -219,7 +219,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 stack.enter_context(self._record_stop())
                 with ended_early(self, checkpoint), explain_metrics(self):
                     output = super().train(checkpoint, trial, ignore_keys_for_eval)
-                    self._report_early_stop(describe_resuming(self))
+                self._report_early_stop(describe_resuming(self))  # now the state has the planned number of steps again
                 self._stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
                 warn_of_unsaved_best(self.args, self.state)
                 self._check_fields()  # a callback may have changed a field after the last draw

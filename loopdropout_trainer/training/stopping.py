@@ -16,7 +16,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, count, find_write_error
+from loopdropout_trainer.errors import UserError, choose_advice, count, find_write_error
 from loopdropout_trainer.saving.checkpoints import (
     count_worse_evaluations,
     describe_lost_steps,
@@ -194,10 +194,12 @@ class EarlyStopCallback(EarlyStoppingCallback):
         if patience is None or args.save_only_model:
             return ""
         start = describe_lost_steps(args.output_dir, state.global_step)
-        return (
-            f" To train it further, set `early_stopping_patience` to {patience}, for example, and continue with "
-            f"{resuming}{start}."
+        # The field is read when a trainer is made.
+        change = choose_advice(
+            f"set `early_stopping_patience` to {patience}",
+            f"make a new trainer with `early_stopping_patience={patience}`",
         )
+        return f" To train it further, {change}, for example, and continue with {resuming}{start}."
 
 
 @contextmanager

@@ -197,7 +197,7 @@ def test_restored_callbacks_resume_bit_for_bit(tmp_path, make_trainer, rule):
 
 
 @pytest.mark.parametrize("strategy", ["steps", pytest.param("epoch", marks=pytest.mark.slow)])
-def test_early_stop_is_at_the_same_step_after_a_kill(tmp_path, make_trainer, log, strategy):
+def test_early_stop_is_at_the_same_step_after_a_kill(tmp_path, make_trainer, log, capsys, strategy):
     """The first evaluation counts as the best one. With a patience of 2, the third one stops the training."""
     fields = {"early_stopping_patience": 2, "eval_strategy": strategy, "eval_steps": 2, "greater_is_better": True}
     steps = 2 if strategy == "steps" else 3  # of an epoch of 48 examples
@@ -207,12 +207,15 @@ def test_early_stop_is_at_the_same_step_after_a_kill(tmp_path, make_trainer, log
     whole.train()
     assert whole.state.global_step == 3 * steps and whole.state.best_global_step == steps
     assert f"stopped early, at step {3 * steps} of 20, after 2 evaluations without a better held-out loss" in log.text
+    assert "make a new trainer with `early_stopping_patience=4`, for example, and continue with `train(" in log.text
     logged = whole.state.log_history
     for steps_left in ({*range(2 * steps, 3 * steps + 1)}, set()):  # killed before the last checkpoint, and behind it
         if steps_left:
             shutil.rmtree(tmp_path / f"checkpoint-{3 * steps}")
         resumed = make()
+        log.clear()
         resumed.train(resume_from_checkpoint=True)
+        assert f"Training stopped early, at step {3 * steps} of 20, after 2 evaluations" in log.text
         assert {gates.step for gates in resumed.seen} == steps_left  # of training steps and the evaluation
         assert resumed.args.max_steps == resumed.state.max_steps == 20
         assert_same_weights(resumed, whole)
@@ -221,6 +224,7 @@ def test_early_stop_is_at_the_same_step_after_a_kill(tmp_path, make_trainer, log
             for history in (logged, resumed.state.log_history)
         ]
         assert losses[0] == losses[1]
+    assert f"The training has ended at checkpoint-{3 * steps}, so nothing is left to train" in capsys.readouterr().out
     further = make(early_stopping_patience=3, save_total_limit=1).train(resume_from_checkpoint=True)
     assert further.global_step > 3 * steps and [saved.name for saved in list_checkpoints(tmp_path)] == [
         f"checkpoint-{steps}"
