@@ -7,11 +7,13 @@ the gates, the rule's fields and its `seeds`. `GateRule` documents the other opt
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -139,6 +141,48 @@ RULES: dict[str, type[GateRule]] = {}
 def is_packaged(cls: type[GateRule]) -> bool:
     """Return whether a rule belongs to this package, and not to its user."""
     return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def has_same_code(first: type[GateRule], second: type[GateRule]) -> bool:
+    """Return whether two classes of rules are one, or surely come from two runs of the same code, as of a notebook cell.
+
+    The compiled functions decide, because the text of a module may have changed since it was imported.
+    """
+    if first is second:
+        return True
+    if (first.__bases__, first.__module__, first.__qualname__) != (
+        second.__bases__,
+        second.__module__,
+        second.__qualname__,
+    ):
+        return False
+    try:
+        return _describe_class(first) == _describe_class(second)
+    except (RuntimeError, ValueError):  # tensors and arrays among the attributes are not compared
+        return False
+
+
+def _describe_class(cls: type[GateRule]) -> dict[str, Any]:
+    """Return what decides the behavior of a class: its fields, its functions and its other attributes, by their names."""
+    attributes: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        attributes[f"field {field.name}"] = (field.type, field.default, field.default_factory, field.init)
+    for name, value in vars(cls).items():
+        if inspect.isfunction(value):
+            if name != "__repr__":  # which prints only, and is made anew for each class
+                attributes[name] = _describe_function(value)
+        elif not name.startswith(("__", "_abc_")):  # such as `__doc__`
+            attributes[name] = value
+    return attributes
+
+
+def _describe_function(function: FunctionType) -> tuple[Any, ...]:
+    """Return what decides the behavior of a function: its code, its defaults and the variables that it reads elsewhere."""
+    outer = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":  # of `super()`, which differs between two runs of the same code
+            outer[name] = cell.cell_contents
+    return function.__code__, function.__defaults__, function.__kwdefaults__, id(function.__globals__), outer
 
 
 def _check_class(cls: type[GateRule]) -> None:

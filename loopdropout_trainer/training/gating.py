@@ -18,7 +18,7 @@ from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gate_labels import label_gates
 from loopdropout_trainer.gate_state import BatchOptions
 from loopdropout_trainer.gates import RULES, GateRule
-from loopdropout_trainer.gates.rule import as_rule, fields_of, is_packaged
+from loopdropout_trainer.gates.rule import as_rule, fields_of, has_same_code, is_packaged
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     adapted_layers,
@@ -298,9 +298,9 @@ class GatingMixin:
         registered = RULES.get(self._rule.name)
         if registered is None or is_packaged(type(self._rule)):  # whose fields cannot be set
             return
-        if not isinstance(self._rule, registered):  # as when a notebook cell runs again
+        if not has_same_code(type(self._rule), registered):  # as when an edited notebook cell runs again
             raise UserError(
-                f"The rule {self._rule.name!r} was registered again after this trainer was made, which has the former one. "
+                f"The rule {self._rule.name!r} was registered again after this trainer was made, which has other code. "
                 f"Make a new trainer, or set it by `trainer.rule = {registered.__name__}(...)`."
             )
         made, now = fields_of(self.args.make_rule()), fields_of(self._rule)
