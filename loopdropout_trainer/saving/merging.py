@@ -188,7 +188,7 @@ def merge_and_save(
             "`model` must be a PEFT model with an adapter, such as `trainer.model` or `load_model(folder)` of the adapter's "
             f"folder, got a {type(model).__name__}."
         )
-    _check_arguments(processing_class, repo_id, scale)
+    _check_arguments(processing_class, repo_id, scale, standalone)
     fields = None if card is None else make_card_fields(card)
     base = model.get_base_model()
     _check_folder(output_dir, base)
@@ -224,10 +224,11 @@ def _check_folder(output_dir: Path, base: PreTrainedModel) -> None:
         )
 
 
-def _check_arguments(processing_class: Any, repo_id: Any, scale: Any) -> None:
+def _check_arguments(processing_class: Any, repo_id: Any, scale: Any, standalone: Any) -> None:
     """Raise UserError for an argument of `merge_and_save` of another type, before anything is written."""
     check_tokenizer(processing_class, is_optional=True)
     check_type("`repo_id`", repo_id, str | None)
+    check_type("`standalone`", standalone, bool)
     check_type("`scale`", scale, int | float)
     if not math.isfinite(scale):
         raise UserError(f"`scale` must be a finite number, got {scale}.")

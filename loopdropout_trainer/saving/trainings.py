@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, count, join_command
+from loopdropout_trainer.errors import UserError, choose_advice, count, join_command
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.metadata import MERGED_FOLDER, read_metadata
 from loopdropout_trainer.saving.source import find_source
@@ -100,18 +100,25 @@ def describe_old_merge(folder: str | Path) -> str:
     """Return a sentence if the merged model in the folder of an adapter is of an earlier step, else ""."""
     merged = Path(folder, MERGED_FOLDER)
     try:
-        adapter, model = read_metadata(Path(folder)), read_metadata(merged)
+        model = read_metadata(merged)
+        if model.get("step") is None:
+            return ""
+        adapter = find_source(folder, accept=("adapter",)).metadata
     except UserError:  # a damaged file, which the commands that read the model name
         return ""
     is_same_training = model.get("training_id") == adapter.get("training_id")
-    if model.get("step") is None or is_same_training and model["step"] == adapter.get("step"):
+    if is_same_training and model["step"] == adapter.get("step"):
         return ""
     words = ["merge", folder]
+    arguments = ["trainer.model", repr(str(merged))]
     if model.get("scale", 1) != 1:
         words += ["--scale", f"{model['scale']:g}"]
+        arguments.append(f"scale={model['scale']:g}")
     if model.get("kind") == "standalone model":
         words += ["--standalone", "true"]
+        arguments.append("standalone=True")
     of_step = f"step {model['step']:,}"
     if not is_same_training:
         of_step += " of another training"
-    return f"{merged} holds the merged model of {of_step}. `{join_command(*words)}` renews it."
+    renewing = choose_advice(join_command(*words), f"merge_and_save({', '.join(arguments)})")
+    return f"{merged} holds the merged model of {of_step}. `{renewing}` renews it."

@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import as_path
+from loopdropout_trainer.errors import UserError, as_path
 from loopdropout_trainer.lora import check_present, find_active_adapter
 from loopdropout_trainer.results.run_files import RECIPE_FILE, read_used_imports, write_results
 from loopdropout_trainer.results.training_results import (
@@ -32,8 +32,9 @@ from loopdropout_trainer.saving.checkpoints import (
 )
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
-from loopdropout_trainer.saving.saved_adapter import adapter_folder, check_adapter_folder
-from loopdropout_trainer.saving.trainings import describe_training, warn_of_untrained
+from loopdropout_trainer.saving.metadata import read_metadata
+from loopdropout_trainer.saving.saved_adapter import adapter_folder, check_adapter_folder, holds_adapter
+from loopdropout_trainer.saving.trainings import describe_old_merge, describe_training, warn_of_untrained
 from loopdropout_trainer.settings.arguments import find_unsaved_fields
 from loopdropout_trainer.settings.recipe import dump_recipe
 from loopdropout_trainer.training.clock import StepClock
@@ -91,6 +92,22 @@ class AdapterFilesMixin:
             columns = result_columns(self, self.method or self.rule.title)
             rows = [{"task": "training", **columns, **row} for row in rows]
             write_results(self.args.output_dir, rows, columns["step"], columns["training"])
+            if self.recipe is None:  # a command saves the adapter
+                self._warn_of_former_adapter()
+
+    def _warn_of_former_adapter(self) -> None:
+        """Warn after a training if its folder has results and a card of this training, but the adapter of a former one."""
+        folder = adapter_folder(self.args.output_dir, self.model.active_adapters[0])
+        if not holds_adapter(folder):
+            return
+        try:
+            saved = read_metadata(folder)
+        except UserError:  # saving writes it again
+            return
+        if (saved.get("training_id"), saved.get("step")) != (self.training_id, saved_step(self)):
+            logger.warning(
+                f"{folder} still holds the adapter that was saved before this training. `trainer.save_model()` replaces it."
+            )
 
     def _warn_of_unsaved_fields(self, recipe: Mapping[str, Any]) -> None:
         """Warn if the recipe of a training in Python would make another adapter."""
@@ -130,6 +147,14 @@ class AdapterFilesMixin:
                 if self.args.push_to_hub:  # which `_save_adapter` has done
                     card = replace(card, repo_id=self.hub_model_id, revision=self.args.hub_revision)
                 write_model_card(folder, self.model, card)
+                if self.recipe is None:
+                    self._warn_of_old_merge(folder)
+
+    def _warn_of_old_merge(self, folder: str) -> None:
+        """Warn if the merged model in the folder of the saved adapter is of another training or step."""
+        old_merge = describe_old_merge(folder)
+        if old_merge:
+            logger.warning(old_merge)
 
     def _warn_of_other_trainer(self, folder: str) -> None:
         """Warn if the active adapter has other weights than those that this trainer's results are of."""

@@ -156,7 +156,7 @@ def log_start(model: PeftModel, start: Mapping[str, Any], checkpoint: Checkpoint
     if not earlier:
         return
     trainings = f"before: {'; '.join(earlier)}"
-    if len(earlier) > 2:  # a notebook's cell that has run several times would fill the screen
+    if len(earlier) > 1:  # a notebook's cell that has run several times would fill the screen
         trainings = f"in {len(earlier)} trainings before, the last of which was: {earlier[-1]}"
     if checkpoint is not None:
         logger.warning(

@@ -388,6 +388,25 @@ def test_merge_of_an_untrained_adapter_is_named(train, make_sft, tmp_path, log):
     assert sorted(folder.rglob("*")) == before
 
 
+def test_files_of_a_former_training_are_named(train, tmp_path, log):
+    """The adapter after a second `train()`, and the merged model after `save_model()`."""
+    trainer = train(max_steps=1)
+    folder = trainer.args.output_dir
+    trainer.save_model()
+    merge_and_save(trainer.model, Path(folder, "merged"), scale=0.5)
+    trainer.save_model()
+    assert "holds the" not in log.text
+    trainer.train()
+    saving = (
+        f"{folder} still holds the adapter that was saved before this training. `trainer.save_model()` replaces it."
+    )
+    assert saving in log.text
+    merging = f"`merge_and_save(trainer.model, '{folder}/merged', scale=0.5)` renews it."
+    assert merging not in log.text
+    trainer.save_model()
+    assert f"{folder}/merged holds the merged model of step 1 of another training. {merging}" in log.text
+
+
 def test_gates_of_a_compiled_model_name_the_model(train):
     compiled = torch.compile(train(max_steps=1).model, backend="eager")
     for use in (lambda: use_gates(compiled, [1, 0, 0, 0]).__enter__(), lambda: loop_dropout(compiled)):
@@ -577,6 +596,7 @@ def test_second_training_names_the_first(train, make_sft, tmp_path, log, same_tr
     third = make_sft(second.model, max_steps=1, output_dir=str(tmp_path / "third"), **depths)
     third.train()
     assert len(metadata_of(third)["earlier_trainings"]) == 2
+    assert "which were trained in 2 trainings before, the last of which was: SFT with" in log.text
     assert "(p = 0.5, K = 4, depths from 1 to 2 in training, 1 step" in describe_training(metadata_of(third))
     log.clear()
     new = train(max_steps=1)
@@ -1065,6 +1085,10 @@ MISTAKES = {
         lambda: merge_and_save(with_adapter(), "merged", "tiny-ouro"),
         "`processing_class` must be a tokenizer, got the name 'tiny-ouro'",
     ),
+    "merge standalone": (
+        lambda: merge_and_save(with_adapter(), "merged", standalone="yes"),
+        "`standalone` must be true or false, got 'yes'",
+    ),
     "merge scale": (lambda: merge_and_save(with_adapter(), "merged", scale="a"), "`scale` must be a number, got 'a'"),
     "merge card": (lambda: merge_and_save(with_adapter(), "merged", card=5), "`card` must be a mapping, .* got 5"),
     "merge card field": (
@@ -1374,25 +1398,35 @@ def test_data_that_is_set_later_is_prepared_or_named(train, dataset):
 
 
 def test_changed_field_of_an_own_rule_raises(train):
-    """The saved settings would have the old one. So does a rule whose cell runs again, since the trainer has the former."""
+    """The saved settings would have the old one. So does a rule whose edited cell runs again."""
     with patch.dict(RULES):
 
-        @dataclasses.dataclass
-        class Halved(GateRule):
-            name = "halved"
-            has_unit_mean = False
-            factor: float = 0.5
+        def make_class(shift):
+            @dataclasses.dataclass
+            class Halved(GateRule):
+                name = "halved"
+                has_unit_mean = False
+                factor: float = 0.5
 
-            def sample(self, draw):
-                return torch.full((draw.num_loops, 1), self.factor)
+                def sample(self, draw):
+                    assert super().draws_gates
+                    return torch.full((draw.num_loops, 1), self.factor + shift)
 
-        register_rule(Halved)
+            return register_rule(Halved)
+
+        Halved = make_class(0)
         trainer = train(rule="halved", max_steps=1)
+        assert make_class(0) is not Halved  # an unchanged cell runs again
+        trainer.train()
+        make_class(0.25)
+        with user_error("'halved' was registered again after this trainer was made, which has other code"):
+            trainer.train()
+        register_rule(Halved)
         trainer.rule.factor = 0.25
         with user_error("`trainer.rule` must stay {'factor': 0.5}, got {'factor': 0.25}. Set a new rule by .*Halved"):
             trainer.train()
         edited = register_rule(dataclasses.make_dataclass("Edited", [], bases=(Halved,), namespace={"name": "halved"}))
-        with user_error("'halved' was registered again after this trainer was made, .*`trainer.rule = Edited"):
+        with user_error("'halved' was registered again .*`trainer.rule = Edited"):
             trainer.train()
         trainer.rule = edited()
         trainer.train()
