@@ -9,7 +9,6 @@ import copy
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +26,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, as_path, check_type, short_repr
-from loopdropout_trainer.hub import is_hub_name
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results.run_files import RECIPE_FILE
@@ -56,7 +54,7 @@ from loopdropout_trainer.saving.pushing import (
 )
 from loopdropout_trainer.saving.saved_adapter import holds_adapter, read_saved_adapter
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.saving.standalone import check_code, write_code
+from loopdropout_trainer.saving.standalone import check_code, copy_code, write_code
 from loopdropout_trainer.saving.trainings import warn_of_untrained
 from loopdropout_trainer.tokenizers import add_end_tokens, check_tokenizer, end_token_ids, load_tokenizer
 
@@ -302,7 +300,7 @@ def _write_merged(
     config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))
     auto_map = config.pop("auto_map", None) or {}
     own_map = write_code(base, output_dir) if standalone else {}
-    auto_map = own_map or _copy_code(auto_map, base_name(model), output_dir)
+    auto_map = own_map or copy_code(auto_map, base_name(model), output_dir)
     if auto_map:
         config["auto_map"] = auto_map
     if "use_cache" in config:
@@ -316,39 +314,6 @@ def _write_merged(
     facts = {"kind": kind, "scale": scale, "base_model": public_base_name(model)}
     write_metadata(output_dir, {**find_looped_model(model).trained_with, **facts})
     write_model_card(output_dir, model, fields, merged_scale=scale)
-
-
-def _name_code(name: str, base: str) -> str:
-    """Return an entry of a base model's `auto_map` with the name of its repository."""
-    if "--" in name:  # it has one
-        return name
-    return f"{base}--{name}"
-
-
-def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> dict[str, str]:
-    """Return the `auto_map` of a merged model, under which other programs find the base model's own code.
-
-    The entries of a base model name Python files next to its `config.json`. A merged model refers to the base model's
-    repository (`org/name--file.Class`), or gets copies of the files. They are never run here.
-    """
-    if is_hub_name(base):
-        return {key: _name_code(name, base) for key, name in auto_map.items()}
-    files = {path.name: path for path in Path(base or "?").glob("*.py")}
-    found = {}
-    for key, name in auto_map.items():
-        is_of_repository = "--" in name  # which the entry names
-        if is_of_repository or f"{name.split('.')[0]}.py" in files:
-            found[key] = name
-    missing = [key for key in auto_map if key not in found]
-    if missing:
-        logger.warning(
-            f"The merged model has no `auto_map` for {', '.join(missing)}, because the base model's own code was not found "
-            "next to it. To load the model without this package, merge with `standalone=True`."
-        )
-    if found:
-        for file in files.values():
-            shutil.copy2(file, folder)
-    return found
 
 
 def push_merged_to_hub(
