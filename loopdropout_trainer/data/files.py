@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import lzma
@@ -302,6 +303,7 @@ def _read_local(builder: DatasetBuilder, *names: str | None, **options: Any) -> 
     if builder.name == "json":
         for file in local_files:
             check_nesting(file)
+            _check_no_lists(file)
     try:
         if builder.name == "csv":
             options |= csv_options(files[0])
@@ -333,6 +335,18 @@ def _hide_reports() -> Iterator[None]:
     finally:
         for reporter, was_disabled in zip(reporters, were_disabled, strict=True):
             reporter.disabled = was_disabled
+
+
+def _check_no_lists(file: str) -> None:
+    """Raise UserError for a JSON file that is a list of lists, which `datasets` reads as columns named 0, 1, 2 and so on."""
+    import fsspec
+
+    with fsspec.open(file, "rb", compression="infer") as content:
+        start = content.read(_BLOCK).removeprefix(codecs.BOM_UTF8)
+    if b"".join(start.split()).startswith(b"[["):
+        raise UserError(
+            f'{file} must hold objects, got a list of lists. Write each of them as an object such as {{"messages": [...]}}.'
+        )
 
 
 def _check_lines(files: Iterable[str]) -> None:

@@ -618,6 +618,10 @@ WRONG = [
     ({"train_files": ["none.jsonl"]}, "^The file none.jsonl does not exist"),
     ({"train_files": ["broken.jsonl"]}, "Line 1 of .*broken.jsonl is not JSON: Expecting value at column 7"),
     ({"train_files": ["lists.jsonl"]}, r"Line 1 of .*lists.jsonl must be an object such as .*, got \[1\].$"),
+    (
+        {"train_files": ["lists.json"]},
+        "lists.json must hold objects, got a list of lists. Write each of them as an object ",
+    ),
     ({"train_files": ["broken.json"]}, "broken.json cannot be loaded: .*JSON"),
     ({"train_files": ["empty.jsonl"]}, "^empty.jsonl is empty.$"),
     ({"train_files": ["blank.jsonl"]}, "^blank.jsonl is empty.$"),
@@ -701,6 +705,9 @@ def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message)
     for name in ("rows.xlsx", "damaged.zip"):
         Path(name).write_bytes(b"PK\x03\x04")
     Path("lists.jsonl").write_text("[1]\n[2]\n")
+    Path("lists.json").write_text(
+        f" [\n{json.dumps(conversation(('user', 'Hi'), ('assistant', 'Hello')))}]", "utf-8-sig"
+    )
     for name, rows in ROWS.items():
         write_lines(Path(f"{name}.jsonl"), rows)
     with user_error(message):
