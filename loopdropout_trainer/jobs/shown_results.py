@@ -38,7 +38,7 @@ def show_results(runs: Sequence[Run]) -> None:
     _print_scores(rows, depth, runs)
     print_loss_reductions(rows)
     folders = [run.args.output_dir for run in runs]
-    old_merges = [describe_old_merge(folder) for folder in folders]
+    old_merges = [describe_old_merge(folder, is_command=True) for folder in folders]
     print_sentences("", f"Everything is in {', '.join(folders)}", *filter(None, old_merges))
     _draw_first_run(runs[0])
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, choose_advice, count, join_command
+from loopdropout_trainer.errors import UserError, count, join_command
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.metadata import MERGED_FOLDER, read_metadata
 from loopdropout_trainer.saving.source import find_source
@@ -96,8 +96,13 @@ def warn_of_untrained(model: PeftModel, folder: str | Path, *, merges: bool) -> 
     )
 
 
-def describe_old_merge(folder: str | Path) -> str:
-    """Return a sentence if the merged model in the folder of an adapter is of an earlier step, else ""."""
+def describe_old_merge(folder: str | Path, *, is_command: bool) -> str:
+    """Return a sentence if the merged model in the folder of an adapter is of an earlier step, else "".
+
+    Args:
+        folder: Folder of the adapter.
+        is_command: Whether a command trains, and not a program or a notebook, which renews the merged model in Python.
+    """
     merged = Path(folder, MERGED_FOLDER)
     try:
         model = read_metadata(merged)
@@ -120,5 +125,7 @@ def describe_old_merge(folder: str | Path) -> str:
     of_step = f"step {model['step']:,}"
     if not is_same_training:
         of_step += " of another training"
-    renewing = choose_advice(join_command(*words), f"merge_and_save({', '.join(arguments)})")
+    renewing = f"merge_and_save({', '.join(arguments)})"
+    if is_command:
+        renewing = join_command(*words)
     return f"{merged} holds the merged model of {of_step}. `{renewing}` renews it."

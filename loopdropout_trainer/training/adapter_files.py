@@ -152,7 +152,7 @@ class AdapterFilesMixin:
 
     def _warn_of_old_merge(self, folder: str) -> None:
         """Warn if the merged model in the folder of the saved adapter is of another training or step."""
-        old_merge = describe_old_merge(folder)
+        old_merge = describe_old_merge(folder, is_command=False)
         if old_merge:
             logger.warning(old_merge)
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, choose_advice, count, find_write_error
+from loopdropout_trainer.errors import UserError, count, find_write_error
 from loopdropout_trainer.saving.checkpoints import (
     count_worse_evaluations,
     describe_lost_steps,
@@ -169,13 +169,14 @@ class EarlyStopCallback(EarlyStoppingCallback):
         super().on_train_begin(args, state, control, **kwargs)
         self.early_stopping_patience_counter = count_worse_evaluations(state)
 
-    def report_stop(self, args: TrainingArguments, state: TrainerState, resuming: str) -> None:
+    def report_stop(self, args: TrainingArguments, state: TrainerState, resuming: str, is_command: bool) -> None:
         """Log that a training stopped early, and how it continues.
 
         Args:
             args: Arguments of the training.
             state: State of the training at its end.
             resuming: Code or option that continues it.
+            is_command: Whether a command trains, and not a program or a notebook.
         """
         # Another callback may have stopped the training.
         is_patient = self.early_stopping_patience_counter < self.early_stopping_patience
@@ -186,19 +187,20 @@ class EarlyStopCallback(EarlyStoppingCallback):
         evaluations = count(self.early_stopping_patience, "evaluation")
         logger.warning(
             f"Training stopped early, at step {state.global_step:,} of {state.max_steps:,}, after {evaluations} without a "
-            f"better {metric}.{kept}{self._describe_continuing(args, state, resuming)}"
+            f"better {metric}.{kept}{self._describe_continuing(args, state, resuming, is_command)}"
         )
 
-    def _describe_continuing(self, args: TrainingArguments, state: TrainerState, resuming: str) -> str:
+    def _describe_continuing(
+        self, args: TrainingArguments, state: TrainerState, resuming: str, is_command: bool
+    ) -> str:
         patience = find_next_patience(args.output_dir, self.early_stopping_patience)
         if patience is None or args.save_only_model:
             return ""
         start = describe_lost_steps(args.output_dir, state.global_step)
         # The field is read when a trainer is made.
-        change = choose_advice(
-            f"set `early_stopping_patience` to {patience}",
-            f"make a new trainer with `early_stopping_patience={patience}`",
-        )
+        change = f"make a new trainer with `early_stopping_patience={patience}`"
+        if is_command:
+            change = f"set `early_stopping_patience` to {patience}"
         return f" To train it further, {change}, for example, and continue with {resuming}{start}."
 
 
