@@ -98,6 +98,8 @@ class Workers:
         self.runs, self.number = runs, number
         self.stopped = threading.Event()
         self.processes: dict[Any, subprocess.Popen] = {}  # of the runs that are being trained here
+        self.claimed: set[Any] = set()  # runs that a worker here trains, or tries to
+        self.claiming = threading.Lock()
         self.unreported: set[Any] = set()  # runs whose training was started here, until the line about their end
         self.reporting = threading.Lock()
         self.failures: dict[Any, str] = {}  # sentences about the runs that failed, which are not tried again
@@ -132,17 +134,40 @@ class Workers:
             pending = [run for run in self.runs.pending() if run not in self.failures]
             if not pending:
                 return
-            # One run, because afterwards other runs may be able to start.
-            if any(self._train_unless_locked(run, gpu) for run in pending):
+            was_trained, is_of_others = False, True
+            for run in pending:
+                if not self._claim(run):
+                    is_of_others = False
+                    continue
+                try:
+                    was_trained = self._train_unless_locked(run, gpu)
+                finally:
+                    self._release(run)
+                if was_trained:  # one run, because afterwards other runs may be able to start
+                    break
+            if was_trained:
                 self.is_waiting = False
-            else:
+                continue
+            if is_of_others:
                 self._say_that_it_waits(pending)
-                self.stopped.wait(1)  # other workers train all of them
+            self.stopped.wait(1)  # other workers train all of them
+
+    def _claim(self, run: Any) -> bool:
+        """Keep the other workers here from a run, whose lock is then that of another process. Return False if one has it."""
+        with self.claiming:
+            if run in self.claimed:
+                return False
+            self.claimed.add(run)
+            return True
+
+    def _release(self, run: Any) -> None:
+        with self.claiming:
+            self.claimed.remove(run)
 
     def _say_that_it_waits(self, pending: Sequence[Any]) -> None:
-        """Print once that other processes train all runs that can start, unless a worker here trains one, too."""
+        """Print once that other processes train all runs that can start."""
         with self.reporting:
-            if self.is_waiting or self.processes:
+            if self.is_waiting:
                 return
             self.is_waiting = True
             names = name_runs([run.name for run in pending])

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -2068,6 +2069,20 @@ def test_sweep_says_once_that_it_waits_for_other_processes(lab, capsys):
     worker.join()
     line = f"Waiting, because other processes train all runs that can start now: {run.name} (the time left is not known yet)\n"
     assert capsys.readouterr().out.count(line) == 1
+
+
+def test_sweep_does_not_take_its_own_training_for_another_process(lab, capsys, monkeypatch):
+    """Also if a second worker asks before the process of the first one has started."""
+    made = lab.sweep(workers=2, learning_rates=[0.02], seeds=[101])
+    command = made.command
+
+    def start_slowly(run):
+        time.sleep(0.3)
+        return command(run)
+
+    monkeypatch.setattr(made, "command", start_slowly)
+    made.train_all()
+    assert len(lab.runs) == 1 and "Waiting" not in capsys.readouterr().out
 
 
 def test_progress_counts_a_training_that_ended_after_its_sweep(lab):
