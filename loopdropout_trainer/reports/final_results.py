@@ -22,13 +22,17 @@ from loopdropout_trainer.results.run_files import (
     read_accepted_imports,
     read_version,
 )
+from loopdropout_trainer.results.run_states import name_runs
 from loopdropout_trainer.results.sweep_folder import (
     ACCEPT,
     describe_choices,
     describe_progress,
     describe_unchosen,
     find_choosing_task,
+    find_chosen_rate,
     folder_of_run,
+    methods_of,
+    name_in_sweep,
     only_chose_rate,
     read_summaries,
     read_summary,
@@ -123,14 +127,42 @@ def describe_left_out_runs(
         lines.append(_describe_rejected(len(left_out)))
     lines += _describe_checkpoints(results, final)
     for folder in folders:
-        choices = describe_choices(folder)
-        if choices:
-            lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
+        is_whole = not named or any(folder.is_relative_to(Path(place).resolve()) for place in named)
+        lines += _describe_choices(folder, final, is_whole)
         lines += filter(None, [describe_progress(folder), _describe_accepted(folder)])
     is_unfinished = results["metric"] == UNFINISHED  # of which `load_results` has made a sentence
     lines += describe_runs(named, {*results.loc[is_unfinished, "folder"]})
     lines += [*describe_codes(final), *_describe_edits(final), *_describe_versions(final)]
     return [*lines, *_describe_mean_gates(final)]
+
+
+def _describe_choices(folder: Path, final: pd.DataFrame, is_whole: bool) -> list[str]:
+    """Return lines about the learning rates that a sweep has chosen, and about shown runs of other rates.
+
+    These runs are shown because the user has named them, or an evaluation of them.
+
+    Args:
+        folder: Folder of the sweep.
+        final: Results that the report shows.
+        is_whole: Whether the report is about the whole sweep. Else only the methods of its runs have a line.
+    """
+    summary, rejected = read_summary(folder), _read_rejected(final)
+    shown, unchosen = set(), {}
+    for run in map(Path, final.loc[~is_of_base(final), "run"].unique()):
+        if folder_of_run(run) != folder:
+            continue
+        method = run.parent.parent.name
+        shown.add(method)
+        if rejected.get(str(run)):
+            unchosen.setdefault(method, []).append(name_in_sweep(run))
+    choices = describe_choices(folder, methods_of(summary) if is_whole else shown)
+    lines = []
+    if choices:
+        lines = [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
+    for method, runs in unchosen.items():
+        if find_chosen_rate(summary, method) is not None:
+            lines.append(f"The results of {name_runs(runs)} are of a learning rate that this sweep has not chosen.")
+    return lines
 
 
 def _describe_rejected(number: int) -> str:

@@ -11,18 +11,21 @@ from loopdropout_trainer.errors import short_repr
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.reports.frames import IGNORED
 from loopdropout_trainer.reports.recipe_columns import PREFIX, name_value, read_column
-from loopdropout_trainer.results.sweep_folder import find_choosing_task, read_summaries
+from loopdropout_trainer.results.sweep_folder import find_chosen_rate, read_summaries
 
 
 _OF_METHOD = {"rule", "run_name", "compare_with"}
 """Fields of recipes that say which method it is, next to the fields of its rule."""
 
+NOT_CHOSEN = "which its sweep did not choose"
+"""Remark about a learning rate."""
+
 
 def find_other_settings(ours: pd.DataFrame, baseline: pd.DataFrame) -> str:
     """Return the settings in which a method differs from its LoRA, such as "max_steps = 8 instead of 4", or "".
 
-    The fields of the rule are the method itself. A learning rate that a sweep has chosen is left out, because the comparison
-    is one of methods at their best learning rates.
+    The fields of the rule are the method itself. Learning rates are left out if a sweep has chosen both, because the
+    comparison is one of methods at their best learning rates. Another rate than the chosen one has a remark.
 
     Args:
         ours: Results of one label, which differ in no other setting than those without an effect.
@@ -38,8 +41,17 @@ def find_other_settings(ours: pd.DataFrame, baseline: pd.DataFrame) -> str:
             continue
         values = read_column(both, column)  # with defaults, which take seconds to load
         own, other = _name_setting(values.iloc[0]), _name_setting(values.iloc[1])
-        if own != other and not (name == "learning_rate" and _is_chosen(both)):
-            texts.append(f"{name} = {own} instead of {other}")
+        if own == other:
+            continue
+        if name == "learning_rate":
+            are_chosen = _find_choices(both)
+            if all(are_chosen):
+                continue
+            if are_chosen[0] is False:
+                own += f", {NOT_CHOSEN},"
+            if are_chosen[1] is False:
+                other += f", {NOT_CHOSEN}"
+        texts.append(f"{name} = {own} instead of {other}")
     return ", ".join(texts)
 
 
@@ -58,14 +70,14 @@ def _name_setting(value: Any) -> str:
     return short_repr(name_value(value)).strip("'\"")
 
 
-def _is_chosen(both: pd.DataFrame) -> bool:
-    """Return whether a sweep has chosen the learning rates of two results."""
+def _find_choices(both: pd.DataFrame) -> list[bool | None]:
+    """Return whether a sweep has chosen the learning rate of each of two results. None: it has chosen none of the method."""
     summaries = read_summaries(both["run"])
-    tasks = []
-    for run, variant in both[["run", "variant"]].itertuples(index=False):
-        summary = summaries[run]
-        tasks.append(find_choosing_task(summary, variant) if variant in summary.get("choices", {}) else None)
-    return None not in tasks
+    are_chosen = []
+    for run, variant, rate in both[["run", "variant", f"{PREFIX}learning_rate"]].itertuples(index=False):
+        best = find_chosen_rate(summaries[run], variant)
+        are_chosen.append(None if best is None else rate == best)
+    return are_chosen
 
 
 def explain_other_settings(numbers: pd.DataFrame) -> list[str]:

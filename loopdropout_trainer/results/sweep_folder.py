@@ -149,7 +149,19 @@ def only_chose_rate(summary: dict[str, dict[str, Any]], method: str, learning_ra
         return False
     if method not in summary.get("choices", {}):
         return None
-    return learning_rate != summary["choices"][method]["best"]  # before the choice, all runs only serve it
+    return learning_rate != find_chosen_rate(summary, method)  # before the choice, all runs only serve it
+
+
+def find_chosen_rate(summary: dict[str, dict[str, Any]], method: str) -> float | None:
+    """Return the learning rate that a sweep has chosen for a method. None: it has chosen none (yet), as in a full grid.
+
+    Args:
+        summary: From `read_summary`.
+        method: Name of the method in the sweep.
+    """
+    if summary.get("full_grid", {}).get(method):
+        return None
+    return summary.get("choices", {}).get(method, {}).get("best")
 
 
 def find_choosing_task(summary: dict[str, dict[str, Any]], method: str) -> str | None:
@@ -202,13 +214,16 @@ def describe_choice(method: str, best: float, remark: str = "") -> str:
     return f"{method}: learning rate {best}. {remark}".rstrip()
 
 
-def describe_choices(folder: str | Path) -> list[str]:
-    """Return a line about the learning rate of each method that the sweep in a folder has chosen.
+def describe_choices(folder: str | Path, methods: Collection[str]) -> list[str]:
+    """Return a line about the learning rate of each of some methods that the sweep in a folder has chosen.
 
     A remark that several methods share has one line below them, which names the methods.
     """
-    choices = read_summary(folder).get("choices", {})
-    chosen = {method: choice for method, choice in choices.items() if choice["best"] is not None}
+    summary = read_summary(folder)
+    chosen = {}
+    for method, choice in summary.get("choices", {}).items():
+        if method in methods and find_chosen_rate(summary, method) is not None:
+            chosen[method] = choice
     remarks, shared = split_remarks({method: choice.get("remark") or "" for method, choice in chosen.items()})
     lines = [describe_choice(method, choice["best"], remarks[method]) for method, choice in chosen.items()]
     return [*lines, *shared]
@@ -299,7 +314,7 @@ def _is_final(summary: dict[str, dict[str, Any]], run: Path) -> bool:
     method = run.parent.parent.name
     if summary.get("full_grid", {}).get(method):
         return True
-    best = summary["choices"][method]["best"]
+    best = find_chosen_rate(summary, method)
     return best is not None and run.parent.name == f"lr_{best:.6g}"
 
 

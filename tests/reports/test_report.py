@@ -2012,6 +2012,28 @@ def test_chosen_learning_rates_are_no_other_settings(finished_sweep, capsys, is_
     assert ("Loop Dropout: learning_rate = 0.002 instead of 0.004." in text) != is_chosen
 
 
+def test_report_says_which_learning_rates_a_sweep_did_not_choose(finished_sweep, tmp_path, capsys):
+    """In the sentence, the CSV file and the lines below, where a choice must not seem to be that of another run."""
+    ours, lora = (finished_sweep / name for name in ("loop_dropout/lr_0.001/seed_1", "lora/lr_0.002/seed_1"))
+    for run, method in ((ours, "Loop Dropout"), (lora, "LoRA")):
+        place = {"training": run.relative_to(tmp_path).as_posix(), "adapter": str(run)}
+        write(tmp_path / "own" / method, [{"value": 50.0}], method=method, **place)
+    update_summary(finished_sweep, choices={"not_here": {"rates": [0.001], "best": 0.001}})
+    setting = "learning_rate = 0.001, which its sweep did not choose, instead of 0.002"
+    text, folder = report_on(tmp_path / "own", capsys)
+    assert f"Loop Dropout: {setting}." in text
+    assert pd.read_csv(folder / "accuracy.csv")["other_settings"].dropna().tolist() == [setting]
+    about = "The results of loop_dropout/lr_0.001/seed_1 are of a learning rate that this sweep has not chosen."
+    assert f" loop_dropout: learning rate 0.002. {about}" in text and "not_here" not in text
+    update_summary(finished_sweep, choices={"lora": {"rates": [0.001, 0.002], "best": 0.001}})
+    text, _ = report_on(tmp_path / "own", capsys)
+    assert f"{setting}, which its sweep did not choose." in text
+    update_summary(finished_sweep, full_grid={"loop_dropout": True})  # a former choice of it no longer counts
+    text, _ = report_on(tmp_path / "own", capsys)
+    assert "learning_rate = 0.001 instead of 0.002, which its sweep did not choose." in text
+    assert "loop_dropout: learning rate" not in text
+
+
 def test_report_has_the_names_of_the_sweep(tmp_path, capsys):
     """A difference is still to LoRA with the same settings, and the name of a rule is its title."""
     methods = {
