@@ -454,6 +454,9 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
     assert "Average " in printed and "own_gsm8k, missing" in printed
     with user_error(r"another model: `model_name_or_path` changed from '.*base' to '.*merged'"):
         SCRIPT.main([*command, "--model_name_or_path", str(saved / "merged")])
+    for names, task in ((["development"], "TASK"), (["development", "gsm8k"], "gsm8k")):  # as in the recipe of a run
+        with user_error(f"`benchmarks` must not have `development`, .* Add `--benchmarks {task}`"):
+            SCRIPT.main([*command, "--benchmarks", *names])
     with user_error("`adapter` must give each adapter its own name"):
         SCRIPT.main(words(saved, tmp_path, "--adapter", "a/x", "b/x", **fields))
 
