@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from loopdropout_trainer.costs.published import PUBLISHED_TASKS
 from loopdropout_trainer.diagnostics import Comparison, compare_answers
-from loopdropout_trainer.errors import UserError, join_command
+from loopdropout_trainer.errors import UserError, closest_match, join_command
+from loopdropout_trainer.files import is_checkpoint
 from loopdropout_trainer.results.problems import have_other_problems
 from loopdropout_trainer.results.run_files import (
     DEVELOPMENT,
@@ -20,7 +23,10 @@ from loopdropout_trainer.results.run_files import (
     read_samples,
     weights_of,
 )
+from loopdropout_trainer.results.sweep_folder import find_choosing_task_of
 
+
+logger = logging.getLogger(__name__)
 
 PAIRED_SEEDS = "A difference is over the seeds that both methods have"
 """Begin of the sentence about differences that leave out seeds, in tables and in figures."""
@@ -35,7 +41,8 @@ EVALUATE_AGAIN = (
 def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops: int | None = None) -> Comparison:
     """Return the accuracy of a run minus the accuracy of another one on the same problems, with a 95% interval and a p-value.
 
-    The interval is over problems, so it does not include the spread over training seeds (`compare_answers`).
+    The interval is over problems, so it does not include the spread over training seeds (`compare_answers`). A warning says
+    if a sweep chose the learning rate of a run on these problems, because the difference is then not a test.
 
     Args:
         folder: Folder of a run, or of a checkpoint that `evaluate` has measured.
@@ -53,6 +60,18 @@ def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops:
         raise UserError(
             f"Both runs must be measured on the same problems of {task}, but {folder} has {result['n']} and {baseline} has "
             f"{other['n']} problems, which are not the same. {EVALUATE_AGAIN}"
+        )
+    chosen = []
+    for place, row in ((folder, result), (baseline, other)):
+        run = Path(row.get("adapter") or place).resolve()
+        if find_choosing_task_of(run.parent if is_checkpoint(run) else run) == task:
+            chosen.append(str(place))
+    if chosen:
+        logger.warning(
+            "The problems of %s chose the learning rate of %s, so the difference is partly chance, and its interval is not "
+            "that of a test. Compare the runs on another task.",
+            task,
+            " and of ".join(chosen),
         )
     return compare_answers(read_samples(result), read_samples(other))
 
@@ -193,7 +212,10 @@ def _find_accuracies(folder: str | Path, task: str, num_loops: int | None) -> li
     if depth:
         at_depth = f" at K = {depth}"
         words += ["--eval_num_loops", depth]
+    fix = f"`{join_command(*words)}` measures it."
+    tasks = {row["task"] for row in own}
+    if task not in tasks and task not in PUBLISHED_TASKS:  # it may not exist, so that no command can measure it
+        fix = closest_match(task, sorted(tasks)).strip() or fix
     raise UserError(
-        f"`task` must be one that {folder} was measured on{at_depth}, got {task}. It was measured on {measured}. "
-        f"`{join_command(*words)}` measures it."
+        f"`task` must be one that {folder} was measured on{at_depth}, got {task}. It was measured on {measured}. {fix}"
     )

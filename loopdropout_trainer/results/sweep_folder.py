@@ -176,6 +176,14 @@ def find_choosing_task(summary: dict[str, dict[str, Any]], method: str) -> str |
     return summary.get("select_on", {}).get(method, "development")
 
 
+def find_choosing_task_of(run: Path) -> str | None:
+    """Return what chose the learning rate of a run, as `find_choosing_task` does, or None for a run of no sweep."""
+    sweep = folder_of_run(run)
+    if sweep is None:
+        return None
+    return find_choosing_task(read_summary(sweep), run.parent.parent.name)
+
+
 def describe_unchosen(folder: str | Path) -> dict[str, str]:
     """Return the reason, if it is known, why each method of the sweep in a folder has no learning rate yet."""
     summary = read_summary(folder)

@@ -326,11 +326,30 @@ def test_runs_are_compared_on_one_task_and_depth(tmp_path):
     write_answers(other, "quiz", 8, [1] * 13)
     with user_error("Both runs must be measured on the same problems of quiz, .* 12 and .* 13 .* Evaluate both again"):
         compare_runs(ours, other, "quiz", num_loops=8)
+    with user_error(r"quiz at K = 8. Did you mean 'quiz'\?$"):  # no command measures a task that does not exist
+        compare_runs(ours, other, "quizz")
     (tmp_path / "empty").mkdir()
     with user_error(f"{tmp_path}/empty was measured on, got quiz. It was measured on no task."):
         compare_runs(ours, tmp_path / "empty", "quiz")
     with user_error("The folder nowhere does not exist"):
         compare_runs("nowhere", other, "quiz")
+
+
+def test_comparison_on_the_problems_that_chose_warns(tmp_path, caplog):
+    """As a report has no interval there. A task can choose, too, and a run of no sweep has no choice."""
+    runs = [tmp_path / f"mine/{method}/lr_0.001/seed_1" for method in ("ours", "lora")]
+    for run in [*runs, tmp_path / "alone"]:
+        write_answers(run, "development", 4, [1] * 12)
+        write_answers(run, "quiz", 4, [1] * 12)
+    update_summary(tmp_path / "mine", choices={}, select_on={"ours": "development", "lora": "quiz"})
+    compare_runs(*runs, "development")
+    compare_runs(runs[0], tmp_path / "alone", "quiz")
+    compare_runs(tmp_path / "alone", runs[1], "quiz")
+    first, second = dict.fromkeys(caplog.messages)
+    assert first.startswith(
+        f"The problems of development chose the learning rate of {runs[0]}, so the difference is partly"
+    )
+    assert second.startswith(f"The problems of quiz chose the learning rate of {runs[1]}, so")
 
 
 def test_report_compares_the_runs_that_it_is_given(tmp_path, capsys, monkeypatch):
