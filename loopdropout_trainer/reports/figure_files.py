@@ -15,7 +15,7 @@ from loopdropout_trainer.reports.comparing import PAIRED_SEEDS
 from loopdropout_trainer.reports.figures import describe_points, points
 from loopdropout_trainer.reports.frames import average, has_method
 from loopdropout_trainer.reports.hidden_lines import describe_hidden_lines
-from loopdropout_trainer.reports.labels import name_methods
+from loopdropout_trainer.reports.labels import name_methods, order_labels
 from loopdropout_trainer.reports.other_problems import are_on_other_problems
 from loopdropout_trainer.reports.table_files import Missing, check_fields, check_mappings, find
 from loopdropout_trainer.reports.tables import find_unpaired, name_seeds, paired_gains
@@ -142,11 +142,17 @@ def panel_rows(spec: dict, results: pd.DataFrame, change: dict | None = None) ->
     wanted = {x: results.reindex(columns=[x])[x].dropna(), **spec["filter"], **(change or {})}
     panels = [find(results, {**panel, **wanted}).assign(panel=title) for title, panel in spec["panels"].items()]
     rows = pd.concat(panels)
-    return rows.assign(label=name_lines(rows, ["panel", x]))
+    rows = rows.assign(label=name_lines(rows, ["panel", x]))
+    places, panels = order_labels(rows), [*spec["panels"]]  # lines have the order of tables, in each panel
+    order = [(panels.index(panel), places[label]) for panel, label in zip(rows["panel"], rows["label"], strict=True)]
+    in_order = sorted(range(len(rows)), key=order.__getitem__)
+    return rows.iloc[in_order]
 
 
 def name_lines(rows: pd.DataFrame, place: list[str]) -> pd.Series:
-    """Return the name of the line of each result: the method, or the sweep's names if it has several methods of one rule.
+    """Return the name of the line of each result: that of the method in its sweep, as in tables.
+
+    A line over settings whose methods have names of their own has the title of their rule.
 
     Args:
         rows: Results of a figure.
@@ -155,4 +161,5 @@ def name_lines(rows: pd.DataFrame, place: list[str]) -> pd.Series:
     names = name_methods(rows)
     num_names = rows.assign(name=names).groupby([*place, "method"])["name"].transform("nunique")
     has_several = rows["method"].isin(rows.loc[num_names > 1, "method"])
-    return names.where(has_several, rows["method"])
+    has_one_name = names.groupby(rows["method"]).transform("nunique") == 1
+    return names.where(has_several | has_one_name, rows["method"])

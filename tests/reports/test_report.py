@@ -1890,7 +1890,7 @@ def test_report_of_an_evaluation_has_no_costs(tmp_path, capsys):
 
 
 def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):
-    """And a rule with one method has its title, as in the paper's figures."""
+    """By their names in the sweep, in its order. A line over settings with names of their own has the title of their rule."""
     for name, p in (("lora", None), ("weak", 0.25), ("strong", 0.75)):
         run_name = f"mine/{name}/lr_0.001/seed_1"
         rows = [{"num_loops": depth, "value": 50.0 + depth} for depth in (2, 4)]
@@ -1899,7 +1899,12 @@ def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):
         write(tmp_path / run_name, rows, {"run_name": run_name, "p": p}, method=method)
     results = frames.load_results(tmp_path)
     rows = figure_files.panel_rows(DEPTHS, results)
-    assert {*rows["label"]} == {"LoRA", "weak", "strong"}
+    assert [*rows["label"].unique()] == ["LoRA", "strong", "weak"]
+    update_summary(tmp_path / "mine", full_grid={"weak": True, "strong": True, "lora": True})
+    rows = figure_files.panel_rows(DEPTHS, results)
+    assert [*rows["label"].unique()] == ["LoRA", "weak", "strong"]
+    rows = figure_files.panel_rows(DEPTHS, results[results["variant"] != "weak"])
+    assert [*rows["label"].unique()] == ["LoRA", "strong"]
     rows = figure_files.panel_rows({**DEPTHS, "x": "recipe_p", "filter": {"task": "b"}}, results)
     assert {*rows["label"]} == {"Loop Dropout"}  # one line over p
 
