@@ -31,7 +31,6 @@ from loopdropout_trainer.results.sweep_folder import (
     find_choosing_task,
     find_chosen_rate,
     folder_of_run,
-    methods_of,
     name_in_sweep,
     only_chose_rate,
     read_summaries,
@@ -155,7 +154,7 @@ def _describe_choices(folder: Path, final: pd.DataFrame, is_whole: bool) -> list
         shown.add(method)
         if rejected.get(str(run)):
             unchosen.setdefault(method, []).append(name_in_sweep(run))
-    choices = describe_choices(folder, methods_of(summary) if is_whole else shown)
+    choices = describe_choices(folder, None if is_whole else shown)
     lines = []
     if choices:
         lines = [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]

@@ -222,15 +222,16 @@ def describe_choice(method: str, best: float, remark: str = "") -> str:
     return f"{method}: learning rate {best}. {remark}".rstrip()
 
 
-def describe_choices(folder: str | Path, methods: Collection[str]) -> list[str]:
-    """Return a line about the learning rate of each of some methods that the sweep in a folder has chosen.
+def describe_choices(folder: str | Path, methods: Collection[str] | None = None) -> list[str]:
+    """Return a line about the learning rate of each method, or of each of `methods`, that the sweep in a folder has chosen.
 
     A remark that several methods share has one line below them, which names the methods.
     """
     summary = read_summary(folder)
     chosen = {}
     for method, choice in summary.get("choices", {}).items():
-        if method in methods and find_chosen_rate(summary, method) is not None:
+        is_wanted = methods is None or method in methods
+        if is_wanted and find_chosen_rate(summary, method) is not None:
             chosen[method] = choice
     remarks, shared = split_remarks({method: choice.get("remark") or "" for method, choice in chosen.items()})
     lines = [describe_choice(method, choice["best"], remarks[method]) for method, choice in chosen.items()]
