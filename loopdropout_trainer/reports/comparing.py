@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 
-from loopdropout_trainer.costs.published import PUBLISHED_TASKS
 from loopdropout_trainer.diagnostics import Comparison, compare_answers
 from loopdropout_trainer.errors import UserError, closest_match, join_command
 from loopdropout_trainer.files import is_checkpoint
@@ -213,9 +212,10 @@ def _find_accuracies(folder: str | Path, task: str, num_loops: int | None) -> li
         at_depth = f" at K = {depth}"
         words += ["--eval_num_loops", depth]
     fix = f"`{join_command(*words)}` measures it."
-    tasks = {row["task"] for row in own}
-    if task not in tasks and task not in PUBLISHED_TASKS:  # it may not exist, so that no command can measure it
-        fix = closest_match(task, sorted(tasks)).strip() or fix
+    tasks = sorted({row["task"] for row in own})
+    hint = "" if task in tasks else closest_match(task, tasks).strip()
+    if hint:  # the task may not exist, so that no command can measure it
+        fix = f"{hint} If it is another task, {fix}"
     raise UserError(
         f"`task` must be one that {folder} was measured on{at_depth}, got {task}. It was measured on {measured}. {fix}"
     )

@@ -326,7 +326,7 @@ def test_runs_are_compared_on_one_task_and_depth(tmp_path):
     write_answers(other, "quiz", 8, [1] * 13)
     with user_error("Both runs must be measured on the same problems of quiz, .* 12 and .* 13 .* Evaluate both again"):
         compare_runs(ours, other, "quiz", num_loops=8)
-    with user_error(r"quiz at K = 8. Did you mean 'quiz'\?$"):  # no command measures a task that does not exist
+    with user_error(r"quiz at K = 8. Did you mean 'quiz'\? If it is another task, `"):  # which may not exist
         compare_runs(ours, other, "quizz")
     (tmp_path / "empty").mkdir()
     with user_error(f"{tmp_path}/empty was measured on, got quiz. It was measured on no task."):
