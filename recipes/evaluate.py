@@ -33,6 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, count, join_command, run_script
 from loopdropout_trainer.evaluation import LoopedLM, asks_in_chat, check_programs, evaluate_tasks, load_benchmarks
+from loopdropout_trainer.evaluation.loading import check_no_development
 from loopdropout_trainer.evaluation.plan import (
     Setting,
     list_settings,
@@ -45,7 +46,6 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results.recipe_changes import UNCOMPARED, find_difference
 from loopdropout_trainer.results.run_files import (
     BASE_MODEL,
-    DEVELOPMENT,
     EVALUATION_FOLDER,
     RECIPE_FILE,
     measurement_folder,
@@ -102,13 +102,7 @@ class EvaluationArguments(BenchmarkArguments):
         super().__post_init__()
         if not self.benchmarks:
             raise UserError("`benchmarks` must name at least one task, such as gsm8k or one of `own_benchmarks`.")
-        if DEVELOPMENT in self.benchmarks:
-            others = [name for name in self.benchmarks if name != DEVELOPMENT]
-            raise UserError(
-                f"`benchmarks` must not have `{DEVELOPMENT}`, the held-out examples of a training, which only a training "
-                "measures. The recipe of a run that only chose a learning rate names no other task. Add "
-                f"`--benchmarks {' '.join(others) or 'TASK'}`."
-            )
+        check_no_development(self.benchmarks)
         if len(self.adapters) < len(self.adapter):
             raise UserError(
                 f"`adapter` must give each adapter its own name, as NAME=PATH, got {', '.join(self.adapter)}."

@@ -328,6 +328,18 @@ def _check_development(preparation: str | None, num_held_out: int | None) -> Non
     )
 
 
+def check_no_development(names: Sequence[str]) -> None:
+    """Raise UserError if one of some tasks is the held-out examples of a training, which an evaluation does not have."""
+    if DEVELOPMENT not in names:
+        return
+    others = " ".join(name for name in names if name != DEVELOPMENT)
+    raise UserError(
+        f"`benchmarks` must not have `{DEVELOPMENT}`, the held-out examples of a training, which only a training measures. "
+        "The recipe of a run that only chose a learning rate names no other task. Add "
+        f"`--benchmarks {others or 'TASK'}`."
+    )
+
+
 def load_task(name: str, revision: str | None = None, limit: int | None = None) -> dict[str, Task | Group]:
     """Load a task, or a group of tasks, by name. A tag of lm-eval gives several tasks.
 
