@@ -33,7 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, count, join_command, run_script
 from loopdropout_trainer.evaluation import LoopedLM, asks_in_chat, check_programs, evaluate_tasks, load_benchmarks
-from loopdropout_trainer.evaluation.loading import check_no_development
+from loopdropout_trainer.evaluation.development import check_no_development
 from loopdropout_trainer.evaluation.plan import (
     Setting,
     list_settings,

@@ -32,12 +32,12 @@ from loopdropout_trainer.errors import (
     check_type,
     choose_advice,
     closest_match,
-    count,
     hint_at_login,
     hint_at_own_file,
     is_unreachable,
     short_repr,
 )
+from loopdropout_trainer.evaluation.development import check_development
 from loopdropout_trainer.evaluation.program_checks import check_named_programs, check_programs, check_programs_of_file
 from loopdropout_trainer.hints import list_hint, own_benchmark_hint
 from loopdropout_trainer.own_code import IMPORTED
@@ -150,7 +150,7 @@ def check_benchmarks(
                 if not is_unreachable(error):  # its files may be on the Hub, which a plan does not need
                     raise
         elif name == DEVELOPMENT:
-            _check_development(preparation, num_held_out)
+            check_development(preparation, num_held_out)
         elif name.endswith(".yaml"):
             _check_task_file(name)
             check_programs_of_file(name, allow_unsafe_code)
@@ -311,33 +311,8 @@ def development_task(preparation: str | None, examples: Dataset | None) -> Task:
     Raises:
         UserError: if the examples do not have questions with answers that can be scored.
     """
-    _check_development(preparation, len(examples or ()))
+    check_development(preparation, len(examples or ()))
     return task_of_rows(DEVELOPMENT, SCORED_LIKE[preparation], examples)
-
-
-def _check_development(preparation: str | None, num_held_out: int | None) -> None:
-    """Raise UserError if held-out examples cannot be a task. `num_held_out`: None if their number is not known yet."""
-    if preparation in SCORED_LIKE and num_held_out != 0:
-        return
-    got = "examples" if num_held_out is None else count(num_held_out, "example")
-    origin = f"of {preparation}" if preparation else "without a preparation"
-    raise UserError(
-        f"The task `{DEVELOPMENT}` must have held-out examples (`num_eval_examples`) of the preparation "
-        f"{', '.join(SCORED_LIKE)}, got {got} {origin}. With your own data, name an own benchmark. The field `select_on` of a "
-        "sweep can also be `eval_loss`."
-    )
-
-
-def check_no_development(names: Sequence[str]) -> None:
-    """Raise UserError if one of some tasks is the held-out examples of a training, which an evaluation does not have."""
-    if DEVELOPMENT not in names:
-        return
-    others = " ".join(name for name in names if name != DEVELOPMENT)
-    raise UserError(
-        f"`benchmarks` must not have `{DEVELOPMENT}`, the held-out examples of a training, which only a training measures. "
-        "The recipe of a run that only chose a learning rate names no other task. Add "
-        f"`--benchmarks {others or 'TASK'}`."
-    )
 
 
 def load_task(name: str, revision: str | None = None, limit: int | None = None) -> dict[str, Task | Group]:
