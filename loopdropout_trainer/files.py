@@ -208,6 +208,10 @@ def check_links(folder: str | Path) -> None:
             check_link(Path(parent, name), root)
 
 
+_SYSTEM_FOLDERS = ("/proc", "/sys")
+"""Folders in which Linux shows its state. Their permissions allow root to write, and no folder can be made there."""
+
+
 def find_unwritable(folder: str | Path) -> str | None:
     """Return the message about an `output_dir` that cannot be made or written to, or None. Nothing is written to find out."""
     existing = Path(os.path.realpath(folder))
@@ -215,6 +219,12 @@ def find_unwritable(folder: str | Path) -> str | None:
         existing = existing.parent
     if not existing.is_dir():
         return f"`output_dir` must be a folder, got {folder}, but {existing} is a file. Set another `output_dir`."
+    for system_folder in _SYSTEM_FOLDERS:
+        if existing.is_relative_to(system_folder):
+            return (
+                f"`output_dir` must be a folder that can be written, got {folder}, but {system_folder} takes no files. Set "
+                "another `output_dir`."
+            )
     if os.access(existing, os.W_OK | os.X_OK):
         return None
     return (
@@ -258,18 +268,26 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     """Keep other processes out of a folder inside the block. A process can lock a folder several times.
 
     Raises:
-        UserError: If another process has locked the folder, or a link leaves it.
+        UserError: If another process has locked the folder, a link leaves it, or it cannot be made.
+        OSError: If the folder cannot be written now, as on a full disk. The caller knows how to continue then.
     """
     path = Path(folder).resolve()
-    path.mkdir(parents=True, exist_ok=True)
-    check_links(path)
-    lock = _make_lock(path, "folder", timeout=1, thread_local=False, is_singleton=True)
     try:
+        path.mkdir(parents=True, exist_ok=True)
+        check_links(path)
+        lock = _make_lock(path, "folder", timeout=1, thread_local=False, is_singleton=True)
         acquired = _acquire(lock)
     except Timeout:
         raise UserError(
             f"Another process writes to `output_dir` {folder}. Wait until it has finished, or set another `output_dir`."
         ) from None
+    except OSError as error:
+        problem = find_unwritable(folder)
+        if problem is None and find_write_error(error) is not None:
+            raise
+        if problem is None:
+            problem = f"`output_dir` {folder} cannot be made ({error.strerror}). Set another `output_dir`."
+        raise UserError(problem) from error
     with acquired:
         yield
 

@@ -17,6 +17,7 @@ from loopdropout_trainer import (
     load_tokenizer,
 )
 from loopdropout_trainer.costs.trainings import Sizes, Training, describe_costs
+from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.jobs.starts import make_training, read_start
 from loopdropout_trainer.lora import add_gates
@@ -247,6 +248,20 @@ def test_dry_run_ends_with_a_folder_that_cannot_be_written(plan, tmp_path, monke
     (tmp_path / "file").write_text("")
     message = f"must be a folder, got file/run, but {tmp_path}/file is a file. Set another"
     assert plan(PAIRS, "--output_dir file/run", error=message)[0].startswith("model  ")
+    for system_folder in ("/proc", "/sys"):  # where root seems to have the permission to write
+        message = (
+            f"must be a folder that can be written, got {system_folder}/run, but {system_folder} takes no files. Set"
+        )
+        plan(PAIRS, f"--output_dir {system_folder}/run", error=message)
+        with user_error(message), lock_folder(f"{system_folder}/run"):
+            pass
+    with monkeypatch.context() as patch:  # another file system in which no folder can be made
+        patch.setattr("loopdropout_trainer.files._SYSTEM_FOLDERS", ())
+        with (
+            user_error(r"`output_dir` /proc/run cannot be made \(No such file .*\). Set another"),
+            lock_folder("/proc/run"),
+        ):
+            pass
     message = f"must be a folder that can be written, got a/run, but {tmp_path} is read-only. Set another"
     words = ["--recipe", "quickstart.yaml", "--learning_rates", "1e-4", "--output_dir", "a/run", "--dry_run"]
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root can write everywhere
