@@ -94,12 +94,15 @@ _KEYWORDS = (
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise UserError for a data type of a model's weights that torch does not have."""
-    is_known = isinstance(dtype, torch.dtype) or dtype in ("auto", None)
-    if not is_known and not (isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)):
-        meant = USUAL_DTYPES.get(str(dtype))
-        hint = "" if meant is None else f" Did you mean {meant!r}?"
-        raise UserError(f"`dtype` must be auto, bfloat16, float16 or float32, got {short_repr(dtype)}.{hint}")
+    """Raise UserError for a data type that the weights of a model cannot be loaded in, such as an integer or 8 bits."""
+    if dtype in ("auto", None):
+        return
+    known = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if isinstance(known, torch.dtype) and known.is_floating_point and known.itemsize >= 2:
+        return
+    meant = USUAL_DTYPES.get(str(dtype))
+    hint = "" if meant is None else f" Did you mean {meant!r}?"
+    raise UserError(f"`dtype` must be auto, bfloat16, float16, float32 or float64, got {short_repr(dtype)}.{hint}")
 
 
 def _check_device(device: Any) -> None:

@@ -1098,6 +1098,11 @@ MISTAKES = {
     "load a model": (lambda: load_model(BASE), "`name_or_path` must be a path, got OuroFor"),
     "load tokenizer": (lambda: load_tokenizer(None), "`name_or_path` must be a path, got None"),
     "load dtype": (lambda: load_model("tiny-ouro", dtype="float99"), "`dtype` must be auto, .* got 'float99'"),
+    "load integers": (lambda: load_model("tiny-ouro", dtype="int8"), "`dtype` must be .* or float64, got 'int8'"),
+    "load 8 bits": (
+        lambda: load_model("tiny-ouro", dtype=torch.float8_e4m3fn),
+        "`dtype` must be .*, got torch.float8_e4",
+    ),
     "load usual dtype": (lambda: load_model("tiny-ouro", dtype="fp32"), "got 'fp32'. Did you mean 'float32'"),
     "load device": (lambda: load_model("tiny-ouro", device="gpu"), "`device` must be a device .* got 'gpu'"),
     "load keyword": (lambda: load_model("tiny-ouro", foo=3), "`foo` is not an argument of `from_pretrained`"),
