@@ -222,8 +222,6 @@ class LoopDropoutHandle:
 
     @p.setter
     def p(self, p: float | Sequence[float]) -> None:
-        if self.p is None:
-            raise UserError(f"`p` must not be set, because the rule {self.rule.name!r} has no such field.")
         self.rule = change_p(self.rule, p)
 
     def sample(self, example_ids: Sequence[tuple[int, int]]) -> Tensor:

@@ -311,8 +311,15 @@ def not_a_rule(value: Any) -> UserError:
 
 
 def change_p(rule: GateRule, p: float | Sequence[float]) -> GateRule:
-    """Return a rule with the field `p` that has another drop probability."""
+    """Return a rule that has another drop probability, or raise UserError."""
+    check_has_p(rule)
     return dataclasses.replace(rule, p=_read_p(type(rule), p))
+
+
+def check_has_p(rule: GateRule) -> None:
+    """Raise UserError if a rule has no field `p` that could be set."""
+    if "p" not in type(rule).__dataclass_fields__:
+        raise UserError(f"`p` must not be set, because the rule {rule.name!r} has no such field.")
 
 
 def _read_p(rule_class: type[GateRule], p: float | Sequence[float]) -> float | tuple[float, ...]:

@@ -18,7 +18,7 @@ from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gate_labels import label_gates
 from loopdropout_trainer.gate_state import BatchOptions
 from loopdropout_trainer.gates import RULES, GateRule
-from loopdropout_trainer.gates.rule import as_rule, fields_of, has_same_code, is_packaged
+from loopdropout_trainer.gates.rule import as_rule, check_has_p, fields_of, has_same_code, is_packaged
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     adapted_layers,
@@ -281,6 +281,8 @@ class GatingMixin:
         rule_fields = {name: self._made_with[name] for name in RULE_FIELDS}
         if find_changed(self.args, rule_fields) != ["p"] or sharing_of(self.args).is_set_by_another(self):
             return
+        if self.args.p is not None:
+            check_has_p(self._rule)
         rule = self.args.make_rule()
         if rule.alpha_factor == self._rule.alpha_factor:  # which the adapter was made with
             self._set_rule(rule)

@@ -1245,6 +1245,13 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
     assert trainer.p == trainer.rule.p == 0.25
     trainer.args.p = 0.75
     trainer.rule = "lora"
+    trainer.args.p = 0.1
+    with user_error("^`p` must not be set, because the rule 'lora' has no such field.$"):
+        trainer.train()
+    trainer.args.p = None
+    with user_error("^`p` must not be set, because the rule 'lora' has no such field.$"):
+        trainer.p = 0.1
+    assert trainer.p is None
     trainer.rule = "loop_dropout"
     assert trainer.p == trainer.rule.p == 0.75
     trainer.rule = "coto"
