@@ -1,5 +1,33 @@
 """Fine-tune looped language models with Loop Dropout (Zhu et al. 2026, arXiv 2609.34218).
 
+These are the public names. `help(loopdropout_trainer.load_model)`, for example, shows one of them in full.
+
+- check_loops: Run a forward pass and check that each projection of the recurrent block runs in every loop, in order, under
+  its gates.
+- default_peft_config: Return the configuration of an adapter on the recurrent block, by default the paper's: rank 16 and
+  alpha 32.
+- GateRule: Base of all rules.
+- GateSamplingMixin: Gate sampling for a TRL trainer.
+- load_adapter: Put a saved adapter on its base model, at the depth that the model is set to.
+- load_model: Load a base model, a merged model or an adapter for inference.
+- load_tokenizer: Load a tokenizer from its `tokenizer.json`.
+- loop_dropout: Draw gates in each training pass of a PEFT model over a looped model, in any training loop.
+- LoopDescription: The loops of the models of one class.
+- LoopDropoutConfig: Configuration class for the [`LoopDropoutSFTTrainer`].
+- LoopDropoutDPOConfig: Configuration class for the [`LoopDropoutDPOTrainer`].
+- LoopDropoutDPOTrainer: Trainer for preference tuning of a looped language model with Loop Dropout.
+- LoopDropoutGRPOConfig: Configuration class for the [`LoopDropoutGRPOTrainer`].
+- LoopDropoutGRPOTrainer: Trainer for reinforcement learning of a looped language model with Loop Dropout.
+- LoopDropoutSFTTrainer: Trainer for supervised fine-tuning of a looped language model with Loop Dropout.
+- LoRADropoutSFTTrainer: Trainer for the rule `lora_dropout`, with one forward and backward pass for each of its `num_masks`
+  draws.
+- merge_and_save: Merge the adapter and save an ordinary checkpoint of the base model.
+- push_merged_to_hub: Upload a merged model to the Hub, with the card that `merge_and_save` wrote.
+- register_looped: Let the package treat models of an external class as looped models.
+- register_rule: Add a rule to the registry under its `name`.
+- use_depth: Run a model at another recurrence depth inside the block.
+- use_gates: Apply given gates to a PEFT model over a looped model, with or without a trainer.
+
 The model families register with transformers' Auto classes before `AutoConfig` looks up its first configuration. Families of
 transformers itself are described as soon as their classes are imported.
 """

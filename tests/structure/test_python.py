@@ -1,6 +1,7 @@
 """What somebody meets in Python: names that complete, and errors whose traceback ends soon after their own code."""
 
 import inspect
+import re
 import traceback
 from types import SimpleNamespace
 
@@ -36,6 +37,17 @@ def test_completion_offers_public_names_only():
     for package in (data, evaluation):
         assert dir(package) == sorted(package.__all__)
     assert use_depth is looped.use_depth
+
+
+def test_help_begins_with_the_public_names():
+    """`help(loopdropout_trainer)` is long, so its first page has each name with the first sentence of its docstring."""
+    names = sorted(loopdropout_trainer.__all__, key=str.lower)
+    items = re.findall(r"^- (\w+): ((?:.|\n  )+)$", loopdropout_trainer.__doc__, re.MULTILINE)
+    assert [name for name, _ in items] == names
+    for name, sentence in items:
+        docstring = " ".join(inspect.getdoc(getattr(loopdropout_trainer, name)).split())
+        sentence = " ".join(sentence.split())
+        assert sentence.endswith(".") and f"{docstring} ".startswith(f"{sentence} "), name
 
 
 @pytest.mark.parametrize("cls", [LoopDropoutSFTTrainer, LoopDropoutConfig, LoopDropoutHandle, GateRule, LoopedLM])
