@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class DataSource:
     @property
     def files(self) -> list[str]:
         """Files on this computer, or an empty list for a data set."""
-        if file_kind(self.path) and not Path(self.path).is_dir():
+        if _is_named_as_file(self.path) and not Path(self.path).is_dir():
             return [self.path]
         if self.path in FILE_KINDS.values() and self.data_files:
             return [self.data_files] if isinstance(self.data_files, str) else [*self.data_files]
@@ -83,6 +84,16 @@ class DataSource:
 def file_kind(file: str) -> str | None:
     """Return the kind of a file (also compressed), such as "json", or None for another ending."""
     return FILE_KINDS.get(uncompressed_ending(file))
+
+
+_SIMILAR_ENDING = 0.75
+"""Least similarity of an ending, such as ".jsn", to the one that it is a mistake for."""
+
+
+def _is_named_as_file(path: str) -> bool:
+    """Return whether a path has the ending of a data file, or nearly so, unlike the name of a data set on the Hub."""
+    ending = uncompressed_ending(path).lower()
+    return bool(difflib.get_close_matches(ending, FILE_KINDS, n=1, cutoff=_SIMILAR_ENDING))
 
 
 def uncompressed_ending(file: str) -> str:

@@ -616,6 +616,11 @@ WRONG = [
     ({"prompt_template": "alpacca"}, "`prompt_template` must be alpaca, question or a text with {column}"),
     ({"arithmetic_steps": [4, 6]}, r"`arithmetic_steps` must be two numbers from 1 to 5, got \[4, 6\]"),
     ({"train_files": ["none.jsonl"]}, "^The file none.jsonl does not exist"),
+    ({"dataset_name": "rows.jsn"}, "^The file rows.jsn does not exist. Did you mean 'rows.jsonl'?"),
+    (
+        {"datasets": [{"path": "rows.jsonl"}, {"path": "answers.JSON"}]},
+        "^The file answers.JSON .* mean 'answers.jsonl'?",
+    ),
     ({"train_files": ["broken.jsonl"]}, "Line 1 of .*broken.jsonl is not JSON: Expecting value at column 7"),
     ({"train_files": ["lists.jsonl"]}, r"Line 1 of .*lists.jsonl must be an object such as .*, got \[1\].$"),
     (
