@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, as_path, check_type, short_repr
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.lora import find_active_adapter, merged_update
+from loopdropout_trainer.lora import find_active_adapter, is_enabled, merged_update
 from loopdropout_trainer.results.run_files import RECIPE_FILE
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.authors_format import write_authors_format
@@ -202,7 +202,7 @@ def merge_and_save(
         add_end_tokens(base, end_token_ids(processing_class))
     weights = merged_state_dict(model, scale)
     warn_of_untrained(model, output_dir, merges=True)
-    _warn_of_block(model, output_dir)
+    _warn_of_surroundings(model, output_dir)
     with integrity.saving(output_dir, integrity.MODEL_FILES):
         _write_merged(output_dir, model, weights, processing_class, fields, scale, standalone)
     return output_dir
@@ -235,16 +235,28 @@ def _check_arguments(processing_class: Any, repo_id: Any, scale: Any, standalone
         logger.warning(effect)
 
 
-def _warn_of_block(model: PeftModel, output_dir: Path) -> None:
-    """Warn if a merged model gets the depth of a block of `use_depth`, which may be meant for a measurement only."""
+def _warn_of_surroundings(model: PeftModel, output_dir: Path) -> None:
+    """Warn of blocks around a merge that it ignores, and of a depth that may be meant for a measurement or a training only."""
     looped = find_looped_model(model)
+    batch = looped.gate_state.batch
+    if not is_enabled(model) or (batch.is_set and batch.rule is None):
+        logger.warning(
+            f"The merged model in {output_dir} has the whole update of the adapter, although the merge runs inside of "
+            "`use_gates` or `disable_adapter`. To merge another part of it, set `scale`."
+        )
     own_depth = looped.gate_state.blocks.value_outside(looped, "num_loops")
-    if looped.num_loops == own_depth:
+    if looped.num_loops != own_depth:
+        logger.warning(
+            f"The merged model in {output_dir} runs K = {looped.num_loops} loops, the depth of a block of `use_depth`, but "
+            f"the model itself runs {own_depth}. To keep its own depth, merge outside of the block."
+        )
         return
-    logger.warning(
-        f"The merged model in {output_dir} runs K = {looped.num_loops} loops, the depth of a block of `use_depth`, but "
-        f"the model itself runs {own_depth}. To keep its own depth, merge outside of the block."
-    )
+    depths = looped.trained_with.get("depths")
+    if depths and not min(depths) <= own_depth <= max(depths):
+        logger.warning(
+            f"The merged model in {output_dir} runs K = {own_depth} loops, but the adapter was trained at {depths[0]}. To "
+            f"give it the trained depth, merge inside of `with use_depth(model, {depths[0]}):`."
+        )
 
 
 _LARGEST_USUAL_SCALE = 2

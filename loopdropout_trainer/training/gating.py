@@ -300,7 +300,8 @@ class GatingMixin:
         registered = RULES.get(self._rule.name)
         if registered is None or is_packaged(type(self._rule)):  # whose fields cannot be set
             return
-        if not has_same_code(type(self._rule), registered):  # as when an edited notebook cell runs again
+        is_registered = isinstance(self._rule, registered) or has_same_code(type(self._rule), registered)
+        if not is_registered:  # as when an edited notebook cell runs again
             raise UserError(
                 f"The rule {self._rule.name!r} was registered again after this trainer was made, which has other code. "
                 f"Make a new trainer, or set it by `trainer.rule = {registered.__name__}(...)`."

@@ -111,23 +111,27 @@ class GateSamplingMixin(AdapterTrainingMixin):
     def draw_gates(self, inputs: dict[str, Any]) -> None:
         """Draw the gates of a micro-batch and set them. In `train()`, they stay until its backward pass is done.
 
-        `compute_loss` calls it. Call it yourself in a `compute_loss` that does not call `super().compute_loss`. To look at
-        gates, use `sample_gates`, which does not set them. For inference under chosen gates, use `use_gates`. Outside of
-        `train()`, the gates stay until `trainer.gate_state.reset()`, and inference under them raises an error.
+        `compute_loss` calls it. Call it yourself in a `compute_loss` that does not call `super().compute_loss`. In the passes
+        of an evaluation, which are those without gradient of a model in evaluation mode, it draws nothing, and gates are one.
+        To look at gates, use `sample_gates`, which does not set them. For inference under chosen gates, use `use_gates`.
+        Outside of `train()`, the gates stay until `trainer.gate_state.reset()`, and inference under them raises an error.
 
         Args:
             inputs: Inputs of the model. `example_ids` is removed from them, which the model does not take.
         """
         if self.gate_state.rule is not self.rule:  # another trainer of this model has put its gates on it
             self._prepare_gates()
-        if self.is_in_train:
-            self._check_unchanged()
-        self.last_gates = self.sample_gates(inputs)
-        self.num_trained = 0
-        if has_targets(inputs):
-            ids, _ = self.example_ids(inputs)
-            self.num_trained = len(ids)
-        self.gate_state.set(self.last_gates)
+        if self.model.training or torch.is_grad_enabled():
+            if self.is_in_train:
+                self._check_unchanged()
+            self.last_gates = self.sample_gates(inputs)
+            self.num_trained = 0
+            if has_targets(inputs):
+                ids, _ = self.example_ids(inputs)
+                self.num_trained = len(ids)
+            self.gate_state.set(self.last_gates)
+        else:
+            self._forget_drawn_gates()
         inputs.pop("example_ids", None)
 
     def sample_gates(self, inputs: dict[str, Any]) -> GatedBatch:

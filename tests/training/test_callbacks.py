@@ -330,6 +330,10 @@ def test_records_name_the_depth_of_an_evaluation(make_sft, tmp_path, log):
     trainer.model.config.num_loops = 2  # on purpose
     merge_and_save(trainer.model, tmp_path / "two", trainer.processing_class)
     assert "block of `use_depth`" not in log.text
+    assert (
+        "two runs K = 2 loops, but the adapter was trained at 4. To give it the trained depth, merge inside"
+        in log.text
+    )
     trainer.model.config.num_loops = 4
     card = (Path(folder) / "README.md").read_text()
     assert "| Recurrence depth K | 4 |" in card and "Depths in training" not in card

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -353,6 +354,18 @@ def test_untrained_adapter_that_replaces_a_trained_one_is_named(train, make_sft,
         in log.text
     )
     assert "`save_model` replaces it by one that no `train()` has trained." in log.text
+
+
+def test_merge_inside_of_a_block_is_named(make_sft, tmp_path, log):
+    model = make_sft().model
+    sentence = (
+        "has the whole update of the adapter, although the merge runs inside of `use_gates` or `disable_adapter`"
+    )
+    for number, block in enumerate([use_gates(model, torch.zeros(4)), model.disable_adapter(), nullcontext()]):
+        log.clear()
+        with block:
+            merge_and_save(model, tmp_path / str(number))
+        assert (sentence in log.text) == (number < 2)
 
 
 def test_merge_of_an_untrained_adapter_is_named(train, make_sft, tmp_path, log):

@@ -175,7 +175,7 @@ class OwnLoss(LoopDropoutSFTTrainer):
     draws = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.draws and model.training:
+        if self.draws:
             self.draw_gates(inputs)
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
@@ -192,7 +192,10 @@ def test_training_without_drawn_gates_raises(make_sft, fields):
 def test_own_loss_trains_under_drawn_gates(train, monkeypatch):
     monkeypatch.setattr(OwnLoss, "draws", True)
     fields = {"padding_free": True, "max_length": None, **EXACT, "eval_strategy": "epoch"}
-    assert_same_weights(train(cls=OwnLoss, **fields), train(**fields), atol=1e-5, rtol=1e-4)
+    own, plain = train(cls=OwnLoss, **fields), train(**fields)
+    assert_same_weights(own, plain, atol=1e-5, rtol=1e-4)
+    assert logged(own, "eval_loss") == pytest.approx(logged(plain, "eval_loss"), rel=1e-5)
+    assert own.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
 
 
 def test_lora_plus_scales_the_learning_rate_of_b(train):
