@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from transformers.utils import logging as transformers_logging
 
 from helpers.caches import keep_results
 from helpers.files import GOLDEN
@@ -125,7 +126,8 @@ def train(make_sft):
 
 @pytest.fixture
 def log(caplog):
-    """What the package logs."""
+    """What the package logs. A warning that is printed once is there although another test has seen it."""
+    transformers_logging.warning_once.cache_clear()
     own_logger = logging.getLogger("loopdropout_trainer")
     own_logger.addHandler(caplog.handler)
     yield caplog
