@@ -115,10 +115,14 @@ def describe_reversed(args: TrainingArguments) -> str | None:
 
 
 class _Evaluations(NamedTuple):
-    """The evaluations of a training: their number, also without the one after the last step, and when they run in words."""
+    """The evaluations of a training: their number, also without the one after the last step, and when they run in words.
+
+    `ends_with_one`: whether transformers evaluates after the last step although the interval does not end there.
+    """
 
     number: int
     number_before_the_end: int
+    ends_with_one: bool
     interval: str
     length: str
 
@@ -142,7 +146,12 @@ def describe_unreached(args: TrainingArguments, num_steps: int | None) -> str | 
         elif args.load_best_model_at_end:
             name = "load_best_model_at_end"
         field = "eval_delay" if args.eval_delay else "eval_steps"
-        return f"`{name}` has no effect, {reason}, so it is never evaluated. Set `{field}` to a smaller number."
+        fix = f"Set `{field}` to a smaller number."
+        if not evaluations.ends_with_one:
+            return f"`{name}` has no effect, {reason}, so it is never evaluated. {fix}"
+        if name == "eval_strategy":
+            return f"The training is evaluated only after its last step, {reason}. {fix}"
+        return f"`{name}` has no effect, {reason}, so it is evaluated only after its last step. {fix}"
     if patience is None or evaluations.number_before_the_end > patience:
         return None
     return (
@@ -170,7 +179,8 @@ def _count_evaluations(args: Any, num_steps: int | None) -> _Evaluations | None:
     if args.eval_delay:
         text += f", `eval_delay` is {args.eval_delay:,g}"
     before_the_end = [place for place in places if place < end]
-    return _Evaluations(len(places), len(before_the_end), text, length)
+    ends_with_one = strategy == "steps" and args.eval_delay <= end
+    return _Evaluations(len(places), len(before_the_end), ends_with_one, text, length)
 
 
 def warn_of_unreached(args: TrainingArguments, num_steps: int | None) -> None:

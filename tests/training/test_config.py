@@ -253,14 +253,18 @@ def test_fields_that_cannot_act_are_named(config, log):
             {"early_stopping_patience": 2, "eval_steps": 1000},
             30,
             "`early_stopping_patience` has no effect, because `eval_steps` is 1,000 and the training has 30 steps, so it is "
-            "never evaluated. Set `eval_steps` to a smaller number.",
+            "evaluated only after its last step. Set `eval_steps` to a smaller number.",
         ),
         ({"load_best_model_at_end": True, "eval_steps": 31}, 30, "`load_best_model_at_end` has no effect, because"),
-        ({"eval_steps": 31}, 30, "`eval_strategy` has no effect, because"),
+        (
+            {"eval_steps": 31},
+            30,
+            "is evaluated only after its last step, because .* 30 steps. Set `eval_steps`",
+        ),
         (
             {"eval_steps": 10, "eval_delay": 40},
             30,
-            "`eval_delay` is 40 and the training has 30 steps, so .* `eval_delay`",
+            "`eval_delay` is 40 and the training has 30 steps, so it is never evaluated. Set `eval_delay`",
         ),
         (
             {"early_stopping_patience": 2, "eval_steps": 10},
@@ -289,10 +293,10 @@ def test_evaluations_after_the_end_are_named(config, fields, num_steps, message)
 
 
 def test_training_names_evaluations_after_its_end(make_sft, log):
-    make_sft(eval_strategy="steps", eval_steps=17, max_steps=1).train()
-    assert (
-        "`eval_strategy` has no effect, because `eval_steps` is 17 and the training has 1 step, so it is" in log.text
-    )
+    trainer = make_sft(eval_strategy="steps", eval_steps=17, max_steps=1)
+    trainer.train()
+    assert "evaluated only after its last step, because `eval_steps` is 17 and the training has 1 step." in log.text
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [1]
 
 
 @pytest.mark.parametrize("cls", [LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig])
