@@ -45,7 +45,8 @@ def split_examples(
     train_indices = train_indices[~is_repeated]
     if eval_examples is not None and not len(train_indices):
         raise UserError("The data must have an example that is not in `eval_files`, got none.")
-    num_usable = len(np.unique(orders))  # without repeats, because those of held-out examples are not trained on
+    # Without repeats, because those of held-out examples are not trained on. Rows with other `id`s can be the same example.
+    num_usable = len(np.unique(read_numbers(examples.rows, "content")))
     _check_numbers(args, len(train_indices), len(held_out_indices), num_usable)
     num_repeated = int(is_repeated.sum())
     if num_repeated:  # after the errors, in which nothing is held out

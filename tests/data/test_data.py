@@ -477,6 +477,9 @@ def test_at_least_one_example_is_not_held_out(load, bytes_tokenizer, preparation
 def test_one_example_cannot_be_held_out(load, tokenizer):
     with user_error("at least 2 different usable examples, .* got 1. Add examples, or set `num_eval_examples` to 0"):
         load(None, [PAIR] * 5, tokenizer, num_eval_examples=1)
+    rows = [{"id": number, **PAIR} for number in range(5)]
+    with user_error("at least 2 different usable examples, .* got 1. Add"):
+        load(None, rows, tokenizer, num_eval_examples=2)
 
 
 def test_messages_that_are_a_text_raise(load, bytes_tokenizer):
