@@ -49,6 +49,7 @@ def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, ar
     if args.max_steps > 0:  # then the epochs depend on the number of rows
         length = f"{steps}, {about}{epochs}"
     lines = [f"{num_examples:,}{packed}, {held_out}, {length}"]
+    lines += _describe_small_step(args, num_rows)
     if num_examples < num_held_out and not data.eval_files:
         lines.append("more examples are held out than trained on (`num_eval_examples`)")
     if loaded.num_repeats:
@@ -61,6 +62,15 @@ def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, ar
             line += f", {source.num_held_out:,} held out"
         lines.append(f"{line}, loss on {source.loss}" if source.loss else line)
     return lines + _describe_held_out_loss(loaded)
+
+
+def _describe_small_step(args: GateConfig, num_rows: int) -> list[str]:
+    """Return the line about an optimizer step that has all rows of the data, and fewer than asked for."""
+    if (
+        args.command == "grpo" or num_rows >= args.examples_per_step
+    ):  # a step of GRPO has several completions of a prompt
+        return []
+    return [f"a step has {num_rows:,} of the {args.examples_per_step:,} asked for, because the data have no more"]
 
 
 def _describe_held_out_loss(loaded: LoadedExamples) -> list[str]:

@@ -116,7 +116,9 @@ def test_plan_counts_the_checkpoints_of_loaded_examples(plan):
     lines = plan(PAIRS, words, "--save_total_limit 2")
     assert "disk        about 0.2 MB for adapters, 0.9 MB for 2 checkpoints (`save_total_limit: 2`)" in lines
     lines = plan(PAIRS, words, "--per_device_train_batch_size 8 --dataloader_drop_last true")  # without the last 4
-    assert "examples    20, 0 held out, 6 optimizer steps, 3 epochs" in lines
+    assert "examples    20, 0 held out, 6 optimizer steps, 3 epochs" in lines and "a step has" not in "".join(lines)
+    larger = plan(PAIRS, "--max_steps 4 --per_device_train_batch_size 500")
+    assert "            a step has 20 of the 500 asked for, because the data have no more" in larger
     best = "--save_strategy best --eval_strategy epoch --metric_for_best_model eval_loss --num_eval_examples 2"
     lines = plan(PAIRS, best)  # whose number the training finds out
     assert any("MB for each checkp" in line for line in lines)
