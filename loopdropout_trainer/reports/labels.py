@@ -75,11 +75,17 @@ def name_methods(results: pd.DataFrame) -> pd.Series:
     return variants.where(is_own, results["method"])
 
 
+def have_several_rates(results: pd.DataFrame) -> bool:
+    """Return whether results of one name differ in the learning rate, so that the names in all tables of a report have it."""
+    rows_of_names = results.groupby(name_methods(results))
+    return any(not {*ALIKE}.isdisjoint(_differing_settings(rows)) for _, rows in rows_of_names)
+
+
 def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[str] = ()) -> pd.Series:
     """Return the names of results, and the settings of their recipes, sweeps or codes in which those of one name differ.
 
     If a report is of several sweeps, results have the names of their sweeps, also in a table that only one sweep is in. The
-    names stand for the settings that differ only between sweeps.
+    names stand for the settings that differ only between sweeps. The same holds for learning rates (`have_several_rates`).
 
     Args:
         names: Name of each result.
@@ -92,6 +98,8 @@ def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[st
         shared.update({*alike}.intersection(fields))
     if results["sweep"].nunique() > 1 or results["num_sweeps"].max() > 1:
         shared.add("sweep")
+    if alike and "has_rates" in results and results["has_rates"].any():
+        shared.update(alike)
     texts = names.copy()
     for name, rows in results.groupby(names):
         fields = shared.union(fields_of[name])
