@@ -66,9 +66,8 @@ def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, ar
 
 def _describe_small_step(args: GateConfig, num_rows: int) -> list[str]:
     """Return the line about an optimizer step that has all rows of the data, and fewer than asked for."""
-    if (
-        args.command == "grpo" or num_rows >= args.examples_per_step
-    ):  # a step of GRPO has several completions of a prompt
+    # A step of GRPO has several completions of a prompt.
+    if args.command == "grpo" or num_rows >= args.examples_per_step:
         return []
     return [f"a step has {num_rows:,} of the {args.examples_per_step:,} asked for, because the data have no more"]
 

@@ -145,7 +145,7 @@ def describe_unreached(args: TrainingArguments, num_steps: int | None) -> str | 
             name = "early_stopping_patience"
         elif args.load_best_model_at_end:
             name = "load_best_model_at_end"
-        field = "eval_delay" if args.eval_delay else "eval_steps"
+        field = "eval_steps" if evaluations.ends_with_one else "eval_delay"
         fix = f"Set `{field}` to a smaller number."
         if not evaluations.ends_with_one:
             return f"`{name}` has no effect, {reason}, so it is never evaluated. {fix}"
