@@ -117,13 +117,22 @@ def find_edited(folder: str | Path) -> list[str]:
     The run has their paths. A file that is missing, as on another machine, is not known to have changed, and neither is a file
     whose own imports are not found.
     """
+    return [path for path, is_same in _compare_present(folder).items() if is_same is False]
+
+
+def has_code_of_run(folder: str | Path) -> bool:
+    """Return whether all files that the run in a folder depends on are there as it knows them, without `--import`."""
+    return all(_compare_present(folder).values())
+
+
+def _compare_present(folder: str | Path) -> dict[str, bool | None]:
+    """Return whether each file that a run depends on is as it was trained with or accepted it. None: that is not known."""
     former, accepted = read_imports(folder), read_accepted_imports(folder)
-    edited = []
+    comparison: dict[str, bool | None] = {}
     for path in read_used_imports(folder):
         present = _digest_present(Path(path))
-        if present is not None and present not in (former.get(path), accepted.get(path)):
-            edited.append(path)
-    return edited
+        comparison[path] = None if present is None else present in (former.get(path), accepted.get(path))
+    return comparison
 
 
 def _digest_present(file: Path) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from loopdropout_trainer.errors import count, join_command
 from loopdropout_trainer.files import lock_file, read_json_object, write_file
 from loopdropout_trainer.results.failures import describe_failures
+from loopdropout_trainer.results.imported_code import has_code_of_run
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.run_states import describe_running, is_measured, is_running, name_runs
 from loopdropout_trainer.results.sweep_processes import describe_processes, find_processes
@@ -204,7 +205,7 @@ def _is_scored_since(folder: str | Path, summary: dict[str, dict[str, Any]], met
 
     The last run can outlive a sweep that is killed.
     """
-    if summary.get("other_code", {}).get(method):
+    if _list_other_code(folder, summary, [method]):
         return False
     select_on = find_choosing_task(summary, method)
     runs = [Path(folder, name) for name in summary.get("waiting", {}).get(method, ())]
@@ -271,7 +272,7 @@ def describe_progress(folder: str | Path) -> str:
         progress = _describe_missing(folder, summary, methods, title, counts_soon=bool(running))
         if not progress:
             continue
-        end = f"The sweep is running: {running}." if running else _describe_continuation(summary, methods)
+        end = f"The sweep is running: {running}." if running else _describe_continuation(folder, summary, methods)
         sentences.append(f"{progress} {end}")
         sentences += describe_failures(folder, _list_failed(folder, summary, methods))
     return " ".join(sentences)
@@ -342,10 +343,9 @@ def describe_other_code_fix(can_accept: bool) -> str:
     )
 
 
-def _describe_continuation(summary: dict[str, dict[str, Any]], methods: Collection[str]) -> str:
+def _describe_continuation(folder: str | Path, summary: dict[str, dict[str, Any]], methods: Collection[str]) -> str:
     """Return how an unfinished sweep goes on. Runs of an earlier `--import` file need a decision of the user first."""
-    others = _chain(summary, "other_code", methods)
-    if others:
+    if _list_other_code(folder, summary, methods):
         fix = describe_other_code_fix(can_accept=True)
         return f"{fix} The same `loopdropout sweep` command then continues it."
     return "The same `loopdropout sweep` command continues it."
@@ -358,7 +358,7 @@ def _describe_missing(
     title: str = "The sweep",
     counts_soon: bool = False,
 ) -> str:
-    """Return a sentence about the trainings of an unfinished sweep, or "" for a finished one or without a summary.
+    """Return sentences about the trainings of an unfinished sweep, or "" for a finished one or without a summary.
 
     Args:
         folder: Folder of the sweep.
@@ -395,19 +395,30 @@ def _describe_missing(
         remarks += f" (failed: {', '.join(untrained)})"
     if failed_later:
         remarks += f" (trained, and failed in the measurement: {', '.join(failed_later)})"
-    other_code = _chain(summary, "other_code", methods)
+    sentence = f"{title} in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}."
+    other_code = _list_other_code(folder, summary, methods)
     if other_code:
-        remarks += f" (of an earlier `--import` file, and not counted: {', '.join(other_code)})"
-    return f"{title} in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}."
+        sentence += f" Not counted, because of an earlier `--import` file: {', '.join(other_code)}."
+    return sentence
 
 
 def _list_uncounted(folder: str | Path, summary: dict[str, dict[str, Any]], methods: Collection[str]) -> list[str]:
     """Return the names of the runs that were trained since the last word of their sweep.
 
-    A training goes on after a kill of its sweep, and other machines end theirs.
+    A training goes on after a kill of its sweep, and other machines end theirs. The user can restore the code of a run, too.
     """
-    waiting = _chain(summary, "waiting", methods)
-    return [name for name in waiting if has_trained(Path(folder, name))]
+    other_code = _list_other_code(folder, summary, methods)
+    restored = [name for name in _chain(summary, "other_code", methods) if name not in other_code]
+    names = [*_chain(summary, "waiting", methods), *restored]
+    return [name for name in dict.fromkeys(names) if has_trained(Path(folder, name))]
+
+
+def _list_other_code(folder: str | Path, summary: dict[str, dict[str, Any]], methods: Collection[str]) -> list[str]:
+    """Return the names of the runs of an earlier `--import` file, without those whose code is there again.
+
+    The files decide it where they are. Elsewhere, as beside a copy of the results, the last word of the sweep does.
+    """
+    return [name for name in _chain(summary, "other_code", methods) if not has_code_of_run(Path(folder, name))]
 
 
 def _list_unmeasured(folder: str | Path, summary: dict[str, dict[str, Any]], methods: Collection[str]) -> list[str]:
@@ -470,7 +481,7 @@ def describe_interruption(folder: str | Path, methods: Collection[str], stopping
     progress = _describe_missing(folder, summary, methods)
     if progress:
         running = _describe_others(folder, methods, stopping)
-        return f"{progress} {running}{_describe_continuation(summary, methods)}"
+        return f"{progress} {running}{_describe_continuation(folder, summary, methods)}"
     if not summary.get("trainings"):  # it was stopped before its first line
         return "interrupted."
     command = join_command("report", folder)

@@ -1523,8 +1523,19 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
     assert failure in planned and "\n                The same command starts failed runs again.\n" in planned
     assert (lab.out / "lora/lr_0.02/seed_101/run.json").read_text() == before
     progress = describe_progress(lab.out)
-    assert f"(of an earlier `--import` file, and not counted: {others}). Count the results with `--accept" in progress
+    assert (
+        f" ended. Not counted, because of an earlier `--import` file: {others}. Count the results with `--accept"
+        in progress
+    )
     assert progress.endswith("another name. The same `loopdropout sweep` command then continues it.")
+    rule.write_text("x = 1\n")  # the file of the trainings, which only a sweep has not seen yet
+    assert describe_progress(lab.out) == (
+        f"The sweep in {lab.out} is not finished: 2 of 3 trainings have ended, with {others}, which the sweep has not counted "
+        "yet. The same `loopdropout sweep` command continues it."
+    )
+    rule.unlink()  # as beside a copy of the results on another machine
+    assert describe_progress(lab.out) == progress
+    rule.write_text("x = 2\n")
     sweep.main([*words, "--accept_changed_imports", "true"])
     out = capsys.readouterr().out
     assert out.startswith(
@@ -1585,8 +1596,8 @@ def test_lines_plan_and_report_of_a_sweep_count_the_same_trainings(lab, capsys):
     made.pool.failures[last] = "was stopped"
     made.save_progress()
     text = describe_progress(lab.out)
-    assert "2 of 3 trainings have ended (trained, and failed in the measurement: lora/lr_0.02/seed_102) (of an" in text
-    assert "and not counted: lora/lr_0.01/seed_101)" in text
+    assert "2 of 3 trainings have ended (trained, and failed in the measurement: lora/lr_0.02/seed_102). Not" in text
+    assert "of an earlier `--import` file: lora/lr_0.01/seed_101." in text
     line = made.pool._describe_end(SweepRun("lora", 0.02, 101, True), False)
     assert line.startswith("2 of 3: lora/lr_0.02/seed_101 trained"), line
     assert line.endswith("on development, not counting 1 of other `--import` code"), line
