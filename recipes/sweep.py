@@ -42,7 +42,7 @@ from loopdropout_trainer.settings.command_fields import TRAININGS
 from loopdropout_trainer.settings.field_hints import InnerFields
 from loopdropout_trainer.settings.library_fields import SEED_BOUNDS, unsafe_names
 from loopdropout_trainer.settings.recipe import dump_recipe, load_recipe, parse, without_option
-from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
+from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE, has_started
 from loopdropout_trainer.sweeps.changed_problems import is_outdated
 from loopdropout_trainer.sweeps.choice import Choice, choose_rate
 from loopdropout_trainer.sweeps.code import (
@@ -265,7 +265,7 @@ class Sweep:
             return True
         folder = self.folder(run)
         path = folder / SETTINGS_FILE
-        if not path.exists():
+        if not path.exists() or not has_started(folder):
             return False
         saved, new = load_recipe(path), self.run_settings(run)
         if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):

@@ -35,7 +35,13 @@ def _split_name(folder: Path) -> tuple[list[list[str | float]], str]:
 
 def list_runs(folder: str | Path) -> list[Path]:
     """Return the folders of the runs that a sweep has started in a folder."""
-    return sort_folders(path.parent for path in Path(folder).glob(f"*/lr_*/seed_*/{SETTINGS_FILE}"))
+    runs = [path.parent for path in Path(folder).glob(f"*/lr_*/seed_*/{SETTINGS_FILE}")]
+    return sort_folders(run for run in runs if has_started(run))
+
+
+def has_started(run: Path) -> bool:
+    """Return whether a run of a sweep was started. One whose command was only printed has nothing but its recipe."""
+    return run.is_dir() and any(path.name != SETTINGS_FILE for path in run.iterdir())
 
 
 def hint_at_folder(folder: Path) -> str:

@@ -1739,6 +1739,20 @@ def test_sweep_prints_commands_of_ready_runs(lab, monkeypatch):
     assert all(command[-2:] == ["--import", "/my_rule.py"] for command in final)
 
 
+def test_printed_commands_are_no_runs(lab, capsys):
+    """Their recipes are there before a run starts. Other learning rates or settings then have nothing to lose."""
+    lab.sweep()
+    words = [lab.file, "--script", f"{lab.folder}/lab"]
+    sweep.main([*words, "--print_commands", "true"])
+    assert len([*lab.out.rglob("sweep_recipe.yaml")]) == 3
+    capsys.readouterr()
+    lab.sweep(learning_rates=[0.01, 0.03], settings={"max_steps": 7})
+    sweep.main([*words, "--dry_run", "true"])
+    assert "also there" not in capsys.readouterr().out
+    with user_error("holds neither a model nor an adapter"):
+        find_source(lab.out)
+
+
 def test_commands_leave_out_runs_that_other_processes_train(lab, capsys):
     first, second, third = lab.sweep().pending()
     words = [lab.file, "--script", f"{lab.folder}/lab", "--print_commands", "true"]
