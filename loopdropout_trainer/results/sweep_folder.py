@@ -15,6 +15,7 @@ from loopdropout_trainer.errors import count, join_command
 from loopdropout_trainer.files import lock_file, read_json_object, write_file
 from loopdropout_trainer.results.failures import describe_failures
 from loopdropout_trainer.results.imported_code import has_code_of_run
+from loopdropout_trainer.results.run_commands import name_sweep_command
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.run_states import describe_running, is_measured, is_running, name_runs
 from loopdropout_trainer.results.sweep_processes import describe_processes, find_processes
@@ -195,7 +196,7 @@ def describe_unchosen(folder: str | Path) -> dict[str, str]:
         reasons[method] = choice.get("remark") or ""
         if choice.get("rates") and _is_scored_since(folder, summary, method):
             reasons[method] = (
-                "Every learning rate has a score now, and the same `loopdropout sweep` command compares them."
+                f"Every learning rate has a score now, and the {name_sweep_command(folder)} compares them."
             )
     return reasons
 
@@ -345,10 +346,10 @@ def describe_other_code_fix(can_accept: bool) -> str:
 
 def _describe_continuation(folder: str | Path, summary: dict[str, dict[str, Any]], methods: Collection[str]) -> str:
     """Return how an unfinished sweep goes on. Runs of an earlier `--import` file need a decision of the user first."""
+    command = name_sweep_command(folder)
     if _list_other_code(folder, summary, methods):
-        fix = describe_other_code_fix(can_accept=True)
-        return f"{fix} The same `loopdropout sweep` command then continues it."
-    return "The same `loopdropout sweep` command continues it."
+        return f"{describe_other_code_fix(can_accept=True)} The {command} then continues it."
+    return f"The {command} continues it."
 
 
 def _describe_missing(

@@ -94,7 +94,7 @@ with open(lab / "log", "a") as log:
     print(json.dumps(["/".join(out.parts[-3:]), settings["benchmarks"], gpu]), file=log)
 while (lab / "hold").exists():
     time.sleep(0.02)
-(out / "recipe.yaml").write_text(yaml.safe_dump({**settings, "output_dir": str(out)}))
+(out / "recipe.yaml").write_text(yaml.safe_dump({**settings, "command": "sft", "output_dir": str(out)}))
 if any(name in str(out) for name in world["fails"]):
     sys.exit(f"ValueError: it is broken in {out}")
 rate, seed = settings["learning_rate"], settings["seed"]
@@ -359,6 +359,9 @@ def test_unfinished_sweep_names_the_runs_that_failed(lab):
     (run / "sweep.failed").write_text("")  # of an older version
     assert f" continues it. lora/lr_0.02/seed_101 failed (log: {run}/log.txt)." in describe_progress(lab.out)
     assert "2 of 4 trainings have ended (failed: lora/lr_0.02/seed_101). The same" in describe_progress(lab.out)
+    copied = shutil.copytree(lab.out, lab.out.parent / "my copy")  # the command itself writes to the former folder
+    command = f"The same `loopdropout sweep` command with `--output_dir '{copied}'` continues it."
+    assert command in describe_progress(copied) and "--output_dir" not in describe_progress(lab.out)
     lab.set_world()
     lab.run()
     assert describe_progress(lab.out) == ""
