@@ -522,6 +522,7 @@ def test_wrong_names_end_in_the_same_sentence_in_all_commands(places, tmp_path, 
     in_sweep = folders["sweep"] / "lora/lr_0.1/seed_1"
     in_sweep.mkdir(parents=True)
     (in_sweep / "sweep_recipe.yaml").touch()
+    (in_sweep / "log.txt").touch()  # it has been started
     name = str({**folders, "stopped": places["stopped"]}.get(name, name))
     push = {"push": lambda name, out: [name, "--hub_model_id", "me/x"]}
     for command, words in {**COMMANDS, **push}.items():

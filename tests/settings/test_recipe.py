@@ -373,6 +373,7 @@ def test_other_folder_given_as_a_recipe_is_named(tmp_path):
     run = tmp_path / "mine/lora/lr_0.001/seed_1"
     run.mkdir(parents=True)
     (run / "sweep_recipe.yaml").touch()
+    (run / "log.txt").touch()  # it has been started
     hint = f"It is a sweep of 1 run, which `loopdropout sweep` continues .* `loopdropout report {tmp_path}/mine` shows its"
     for types in ((Arguments,), (load_script("recipes/sweep.py").Sweep,)):
         with user_error(hint):
