@@ -121,8 +121,9 @@ def find_edited(folder: str | Path) -> list[str]:
 
 
 def has_code_of_run(folder: str | Path) -> bool:
-    """Return whether all files that the run in a folder depends on are there as it knows them, without `--import`."""
-    return all(_compare_present(folder).values())
+    """Return whether the files that the run in a folder depends on are known to be there, as it was trained with them."""
+    comparison = _compare_present(folder)
+    return bool(comparison) and all(comparison.values())
 
 
 def _compare_present(folder: str | Path) -> dict[str, bool | None]:
