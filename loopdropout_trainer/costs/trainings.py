@@ -139,6 +139,18 @@ def _count_steps_per_epoch(args: GateConfig, num_rows: int) -> int:
     return max(1, math.ceil(args.count_micro_batches(num_rows) / args.gradient_accumulation_steps))
 
 
+def count_step_rows(args: GateConfig, num_rows: int | None = None) -> int:
+    """Return the number of rows of an optimizer step. It has all rows of the data if they are fewer than asked for.
+
+    Args:
+        args: Settings of the training.
+        num_rows: Number of rows of the data, or None before they are loaded.
+    """
+    if num_rows is None or args.command == "grpo":  # a step of GRPO has several completions of a prompt
+        return args.examples_per_step
+    return min(args.examples_per_step, num_rows)
+
+
 def name_epochs(number: float) -> str:
     """Return a number of epochs with its noun, in full: `g` alone would write a thousand as 1e+03."""
     if number == 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from loopdropout_trainer.costs.trainings import (
     Training,
     count_epochs,
+    count_step_rows,
     count_steps,
     describe_costs,
     name_epochs,
@@ -18,6 +19,7 @@ from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
 from loopdropout_trainer.data.repeats import describe_repeats
 from loopdropout_trainer.data.sources import describe_other_share, differ_in_text
 from loopdropout_trainer.errors import count
+from loopdropout_trainer.jobs.plan import describe_settings
 from loopdropout_trainer.terminal import titled
 
 
@@ -66,10 +68,10 @@ def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, ar
 
 def _describe_small_step(args: GateConfig, num_rows: int) -> list[str]:
     """Return the line about an optimizer step that has all rows of the data, and fewer than asked for."""
-    # A step of GRPO has several completions of a prompt.
-    if args.command == "grpo" or num_rows >= args.examples_per_step:
+    step_rows = count_step_rows(args, num_rows)
+    if step_rows == args.examples_per_step:
         return []
-    return [f"a step has {num_rows:,} of the {args.examples_per_step:,} asked for, because the data have no more"]
+    return [f"a step has {step_rows:,} of the {args.examples_per_step:,} asked for, because the data have no more"]
 
 
 def _describe_held_out_loss(loaded: LoadedExamples) -> list[str]:
@@ -140,6 +142,7 @@ def describe_loaded(
     counted = [add_counts(training, loaded, num_rows) for training in trainings]
     costs = describe_costs([(training, 1) for training in counted], name_trainings(len(counted)))
     return {
+        "training": describe_settings(args, trainings[0].recipe.get("num_train_examples"), num_rows),
         "examples": "\n".join(list_examples(loaded, num_rows, data, args)),
         "left out": "\n".join(map(str, left_out)),
         **costs,

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from loopdropout_trainer.costs.evaluations import add_answers, count_answers, count_own_problems
 from loopdropout_trainer.costs.paper import describe_paper_costs
-from loopdropout_trainer.costs.trainings import Training, count_steps, describe_costs, name_epochs, name_trainings
+from loopdropout_trainer.costs.trainings import (
+    Training,
+    count_step_rows,
+    count_steps,
+    describe_costs,
+    name_epochs,
+    name_trainings,
+)
 from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.errors import count, docs_page, join_command
@@ -30,7 +37,7 @@ def describe_plan(
 ) -> dict[str, str]:
     """Return the texts about the model, the trainings, the data, the costs, the steps afterwards, and the checkpoint in use.
 
-    Texts of titles that are left out are "". Those of `examples` and `left out` are known after the data are loaded.
+    Texts of titles that are left out are "". `describe_loaded` tells those that the data decide.
 
     Args:
         runs: Runs of the job. The first one is the rule of the recipe.
@@ -48,7 +55,7 @@ def describe_plan(
         "examples": "",
         "left out": "",
         "gates": describe_all_gates(trainings) if runs[0].script_args.dry_run else "",  # else a training logs it
-        "training": describe_settings(args, recipe.get("num_train_examples")),
+        "training": describe_settings(args, recipe.get("num_train_examples")),  # exact after the data are loaded
         "settings": describe_other_settings(trainings[0]),
         "device": describe_device(runs[0]),
         **describe_costs([(training, 1) for training in trainings], name_trainings(len(runs))),
@@ -117,20 +124,31 @@ def describe_all_gates(trainings: Sequence[Training]) -> str:
     return "\n".join(dict.fromkeys(filter(None, map(describe_gates, trainings))))
 
 
-def describe_step(args: GateConfig) -> str:
-    """Return the number of rows of an optimizer step: its examples, packed rows, or prompts and their completions."""
+def describe_step(args: GateConfig, num_rows: int | None = None) -> str:
+    """Return the number of rows of an optimizer step: its examples, packed rows, or prompts and their completions.
+
+    Args:
+        args: Settings of the training.
+        num_rows: Number of rows of the data, or None before they are loaded.
+    """
     if args.command == "grpo":
         num_prompts = args.examples_per_step // args.num_generations
         return f"{count(num_prompts, 'prompt')} with {count(args.num_generations, 'completion')} each per step"
     row = "packed row" if getattr(args, "packing", False) else "example"
-    return f"{count(args.examples_per_step, row)} per step"
+    return f"{count(count_step_rows(args, num_rows), row)} per step"
 
 
-def describe_settings(args: GateConfig, num_examples: int | None = None) -> str:
-    """Return the length of a training on at most `num_examples`, its batch, learning rate and seed."""
+def describe_settings(args: GateConfig, num_examples: int | None = None, num_rows: int | None = None) -> str:
+    """Return the length of a training on at most `num_examples`, its batch, learning rate and seed.
+
+    Args:
+        args: Settings of the training.
+        num_examples: Largest number of examples that the recipe names, or None.
+        num_rows: Number of rows of the data, or None before they are loaded.
+    """
     parts = [
         describe_length(args, num_examples),
-        describe_step(args),
+        describe_step(args, num_rows),
         f"learning rate {args.learning_rate:g}",
         f"seed {args.seed}",
     ]

@@ -256,7 +256,7 @@ def _describe_rule(method: str, training: Training) -> str:
 def _describe_size(sweep: Any, training: Training) -> str:
     """Return the length of a method's trainings and the examples of a step, which are those of a process of a launcher."""
     length = describe_length(training.args, training.recipe.get("num_train_examples"))
-    size = f"{length}, {describe_step(training.args)}"
+    size = f"{length}, {describe_step(training.args, training.num_rows)}"
     if sweep.launcher:
         size += " and process"
     return ", ".join([size, *describe_early_stop(training.args)])

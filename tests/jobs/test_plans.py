@@ -119,6 +119,8 @@ def test_plan_counts_the_checkpoints_of_loaded_examples(plan):
     assert "examples    20, 0 held out, 6 optimizer steps, 3 epochs" in lines and "a step has" not in "".join(lines)
     larger = plan(PAIRS, "--max_steps 4 --per_device_train_batch_size 500")
     assert "            a step has 20 of the 500 asked for, because the data have no more" in larger
+    (training,) = [line for line in larger if line.startswith("training ")]
+    assert training.startswith("training    4 steps, 20 examples per step, learning rate ")
     best = "--save_strategy best --eval_strategy epoch --metric_for_best_model eval_loss --num_eval_examples 2"
     lines = plan(PAIRS, best)  # whose number the training finds out
     assert any("MB for each checkp" in line for line in lines)
