@@ -18,7 +18,8 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.evaluation.answers import describe_tokenizer
 from loopdropout_trainer.results.recipe_changes import compare_recipes
-from loopdropout_trainer.results.run_files import DEVELOPMENT
+from loopdropout_trainer.results.run_commands import complete_command
+from loopdropout_trainer.results.run_files import DEVELOPMENT, RECIPE_FILE
 from loopdropout_trainer.saving.facts import Source
 
 
@@ -34,9 +35,11 @@ def check_data(args: Any, sources: list[Source], settings: dict[str, Any]) -> No
             fields.remove("eval_files")  # the only examples that the training has not seen
         difference = compare_recipes(source.recipe, settings, fields=fields)
         if difference:
+            words = ["diagnose", str(source.run / RECIPE_FILE), source.name]
+            command = complete_command(words, str(source.run))
             raise UserError(
-                f"The recipe must have the data of the adapter in {source.name}, but {difference}. To score other examples, "
-                "describe them in `own_benchmarks` and name them in `task`."
+                f"The recipe must have the data of the adapter in {source.name}, but {difference}. Measure it with its own "
+                f"recipe, `{command}`. To score other examples, describe them in `own_benchmarks` and name them in `task`."
             )
 
 

@@ -596,7 +596,8 @@ def test_diagnose_explains_mistakes(saved, tmp_path):
     for words, message in {
         "--learning_rate 1": "`learning_rate` is a field of trainings, which has no effect",
         "--diagnostics curvature --dtype bfloat16": "`dtype` must be float32 for `curvature`",
-        "--num_train_examples 10": "`num_train_examples` changed from 20 to 10",
+        "--num_train_examples 10": "`num_train_examples` changed from 20 to 10. Measure it with its own recipe, "
+        rf"`loopdropout diagnose {saved}/lora/recipe.yaml {saved}/lora`. To score other",
         "--num_eval_examples 0": "`num_eval_examples`",
         "--limit 10": "`limit` is not a field of this script. Did you mean 'num_examples'?",
         "--task gsm8k --num_eval_examples 6": "`num_eval_examples` is a field of trainings, which has no effect",
