@@ -229,9 +229,10 @@ def recipe_hint(name: str, others: Iterable[str] = ()) -> str:
     folders = {Path(recipe).parent.as_posix() for recipe in recipes if "/" in recipe}
     folders -= {recipe.removesuffix(".yaml") for recipe in recipes}  # a misspelled name then means the recipe
     matches = difflib.get_close_matches(stem, sorted(folders), n=1, cutoff=0.75)
-    if matches:
-        return f" Did you mean the folder {matches[0]!r}? `loopdropout recipes {matches[0]}` lists its recipes."
     similar = find_similar_file(file, [*others, *recipes])
+    names_file = name.endswith((".yaml", ".yml"))
+    if matches and not (names_file and similar is not None):
+        return f" Did you mean the folder {matches[0]!r}? `loopdropout recipes {matches[0]}` lists its recipes."
     if similar is not None:
         return f" Did you mean {similar!r}?"
     stems = {Path(recipe).stem for recipe in recipes}

@@ -11,6 +11,7 @@ import yaml
 from accelerate import PartialState
 from transformers.utils import logging
 
+from loopdropout_trainer.data.csv_files import lacks_header
 from loopdropout_trainer.data.formats import (
     TARGETS,
     enumerate_columns,
@@ -65,6 +66,13 @@ def check_columns(
     if surplus and not is_mistyped:
         # The fields are often those of other data, in a recipe that this one extends.
         fix = _explain_surplus(surplus, own_columns, data, is_mixture, is_held_out)
+    elif rows.info.builder_name == "csv" and lacks_header(names):
+        fitting = [columns for columns in wanted if len(columns) == len(names)] or wanted
+        first_line = ",".join(fitting[0])
+        fix = (
+            "The file seems to have no header line, so its first row was read as the names of the columns. Add a first line "
+            f"with the name of each column, such as `{first_line}`, and the separator of the other lines."
+        )
     elif is_alpaca(names) and not mapping and not template_fields:
         fix = "Set `prompt_template: alpaca` and `column_mapping: {completion: output}`, which also read the `input`."
     elif mapping and {*names}.issuperset(mapping):  # of old names to new ones, as `datasets.rename_columns` takes it

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +13,12 @@ from loopdropout_trainer.errors import UserError
 
 _SEPARATORS = (";", "\t")
 """Separators besides the comma. Spreadsheets of many countries use semicolons, because their numbers have commas."""
+
+_LONGEST_NAME = 50
+"""Characters of a long name of a column. A longer one is probably a text of the data."""
+
+_NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)*")
+"""A number, also with the ".1" that pandas adds to a name that another column has."""
 
 _LONGEST_CELL = 1 << 30
 """Characters of the longest cell. Python's reader has a limit of 131,072, which is shorter than some documents."""
@@ -44,6 +51,22 @@ def _check_first_row(file: str, separator: str) -> None:
         header, first = next(reader, []), next(reader, [])
     if len(first) > len(header):
         check_cells(file, separator)
+
+
+def lacks_header(columns: Collection[str]) -> bool:
+    """Return whether the names of a file's columns are probably the cells of its first row, such as "What is 7 times 8?".
+
+    Args:
+        columns: Names of the columns that a CSV file seems to have.
+    """
+    return any(_is_like_a_cell(name) for name in columns)
+
+
+def _is_like_a_cell(name: str) -> bool:
+    """Return whether a name is a number, or a text that is too long for a name or ends like a sentence."""
+    text = name.strip()
+    is_number = _NUMBER.fullmatch(text) is not None
+    return is_number or len(text) > _LONGEST_NAME or text.endswith((".", "?", "!"))
 
 
 def check_cells(file: str, separator: str) -> None:

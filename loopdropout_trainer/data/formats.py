@@ -290,7 +290,7 @@ def _hint_at_role(role: str) -> str:
     meant = _ROLES.get(role) or _OTHER_ROLES.get(role)
     if meant is not None:
         return f" Did you mean {meant!r}?"
-    return closest_match(role, USUAL_ROLES)
+    return closest_match(role, [*USUAL_ROLES, *_ROLES])
 
 
 def check_contents(turns: Any, chat_template: Any) -> None:

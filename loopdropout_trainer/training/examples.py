@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -250,6 +250,25 @@ def warn_of_unused_function(arguments: Mapping[str, Any]) -> None:
                 f"`formatting_func` has no effect on {title}, because TRL reads the column `{read_before[0]}` first. Make the "
                 "texts before, by `dataset.map(lambda row: {'text': function(row)}, remove_columns=dataset.column_names)`."
             )
+
+
+def make_text(function: Callable[[Any], Any], row: Mapping[str, Any]) -> str:
+    """Return the text that `formatting_func` makes of a row, or raise UserError for another value. TRL does not name it.
+
+    Args:
+        function: The user's `formatting_func`.
+        row: Row of a dataset.
+    """
+    text = function(row)
+    if isinstance(text, str):
+        return text
+    fix = ""
+    if isinstance(text, list) and text and isinstance(text[0], Mapping):
+        fix = (
+            " Make conversations before, by `dataset.map(lambda row: {'messages': function(row)}, "
+            "remove_columns=dataset.column_names)`, and leave out `formatting_func`."
+        )
+    raise UserError(f"`formatting_func` must return a text for each row, got {short_repr(text)}.{fix}")
 
 
 def _find_fix(

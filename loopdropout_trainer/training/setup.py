@@ -58,6 +58,7 @@ from loopdropout_trainer.training.examples import (
     explain_row,
     hide_bars_of_few,
     hide_length_warnings,
+    make_text,
     name_datasets,
     skips_preparation,
     warn_of_unused_function,
@@ -192,6 +193,8 @@ class AdapterTrainingMixin(
         self._make_rule(args)
         check_draws(args, self.rule, self.runs_several_draws)
         self._step_metrics = defaultdict(list)
+        if arguments.get("formatting_func") is not None:
+            arguments["formatting_func"] = functools.partial(make_text, arguments["formatting_func"])
         self.formatting_func = arguments.get("formatting_func")
         self._choose_adapter(arguments, skeleton, revision)
         if arguments["processing_class"] is None:

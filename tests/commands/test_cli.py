@@ -102,6 +102,7 @@ def test_recipe_is_printed_by_its_name(capsys):
         ("smal.yaml", "Did you mean 'studies/small.yaml'?"),
         ("gsm8k", "Did you mean 'gsm8k.yaml'?"),
         ("gsm8k_p.yaml", "Did you mean 'sweeps/gsm8k_p.yaml'?"),
+        ("sweeps.yaml", "Did you mean the folder 'sweeps'? `loopdropout recipes sweeps` lists its recipes."),
         ("lora.yaml", "`loopdropout recipes lora.yaml` lists the recipes of this name."),
         ("studdies", "Did you mean the folder 'studies'? `loopdropout recipes studies` lists its recipes."),
     ],
@@ -109,6 +110,10 @@ def test_recipe_is_printed_by_its_name(capsys):
 def test_wrong_name_of_a_recipe_has_a_hint(name, hint):
     """It may lack the folder or the ending, or be a folder."""
     assert recipe_hint(name) == f" {hint}"
+
+
+def test_wrong_name_of_a_file_means_a_file():
+    assert recipe_hint("swep.yaml", ["sweep.yaml"]) == " Did you mean 'sweep.yaml'?"  # and not the folder 'sweeps'
 
 
 def test_recipes_are_listed_by_words(capsys):

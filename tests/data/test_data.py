@@ -25,7 +25,7 @@ from helpers.tokenizer import byte_tokenizer
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer import data as own_data
 from loopdropout_trainer.arithmetic import arithmetic_problems
-from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview, tokenize
+from loopdropout_trainer.data import DataArguments, SFTDataArguments, label_example, load_datasets, preview, tokenize
 from loopdropout_trainer.data.files import load_rows, read_files
 from loopdropout_trainer.data.formats import check_contents, check_turns
 from loopdropout_trainer.data.sources import DataSource
@@ -355,6 +355,7 @@ def test_wrong_roles_raise_with_their_row(tmp_path, bytes_tokenizer):
     empty = {"messages": MADE_UP[0][:1]}  # left out, so the later rows move up
     for role, fault in (
         ("assitant", "A role must be .*assistant.*, got 'assitant'. Did you mean 'assistant'?"),
+        ("humn", "A role must be .*assistant.*, got 'humn'. Did you mean 'human'?"),
         ("tool", "`chat_template` cannot render the conversation .*: A role must be .*; got 'tool'."),
     ):
         bad = {"messages": [*MADE_UP[0], {"role": role, "content": "Hi"}]}
@@ -852,6 +853,20 @@ def test_wrong_csv_files_name_the_line(tmp_path, tokenizer):
         (tmp_path / "rows.csv").write_text(text)
         with user_error(message):
             load_datasets(DataArguments(train_files=[str(tmp_path / "rows.csv")]), tokenizer)
+
+
+def test_csv_file_without_a_header_is_named(tmp_path, tokenizer):
+    file = tmp_path / "rows.csv"
+    arguments = SFTDataArguments(train_files=[str(file)])
+    for first_line in ("What is 1 + 2?,3", "Add 1 and 2,3", f"{'Add 1 and 2 ' * 6},c", "3,3"):
+        file.write_text(f"{first_line}\nWhat is 2 + 3?,5\n")
+        with user_error(
+            "seems to have no header line, .* Add a first line .*, such as `prompt,completion`, and the sep"
+        ):
+            load_datasets(arguments, tokenizer)
+    file.write_text("Question text,Answer 2\nWhat is 2 + 3?,5\n")
+    with user_error(r"for example `column_mapping: \{prompt: Question text, completion: Answer 2\}`"):
+        load_datasets(arguments, tokenizer)
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])

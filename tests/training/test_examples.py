@@ -449,6 +449,16 @@ def test_own_preparations_read_any_columns(make, log):
     assert "no effect" not in log.text
 
 
+def test_formatting_function_must_return_a_text(make):
+    turns = lambda row: [{"role": "user", "content": row["question"]}]
+    with user_error(
+        "`formatting_func` must return a text for each row, got .*Make conversations before, by `dataset.map"
+    ):
+        make(SFT, QUESTIONS, formatting_func=turns)
+    with user_error("`formatting_func` must return a text for each row, got None.$"):
+        make(SFT, QUESTIONS, formatting_func=lambda row: None)
+
+
 @pytest.mark.parametrize(("rows", "column"), [(CHAT, "messages"), (SHORT, "prompt")])
 def test_formatting_function_without_effect_warns(config, log, rows, column):
     data = {"train_dataset": rows, "processing_class": load_tokenizer("tiny-ouro", chat_template="tulu2")}
