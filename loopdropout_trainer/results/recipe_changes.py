@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loopdropout_trainer.errors import short_repr
+from loopdropout_trainer.errors import count, short_repr
 from loopdropout_trainer.results.run_files import read_recipe
 from loopdropout_trainer.settings.arguments import names_of
 
@@ -26,13 +26,22 @@ schedules of the learning rate and of gates read the length."""
 
 
 class Difference(NamedTuple):
-    """A field in which two recipes differ. Its text is a clause, "`learning_rate` changed from 0.001 to 0.0003"."""
+    """The fields in which two recipes differ: the first one with its values, and the others.
+
+    Its text has a clause for each field, such as "`learning_rate` changed from 0.001 to 0.0003". If there are many, it counts
+    the last ones.
+    """
 
     field: str
     saved: Any
     new: Any
+    others: tuple[Difference, ...] = ()
 
     def __str__(self) -> str:
+        return join_clauses([difference.describe() for difference in (self, *self.others)])
+
+    def describe(self) -> str:
+        """Return the clause about the first field alone."""
         return f"`{self.field}` changed from {self._text(self.saved)} to {self._text(self.new)}"
 
     def _text(self, value: Any) -> str:
@@ -46,13 +55,27 @@ class Difference(NamedTuple):
         return text
 
 
+_MOST_NAMED = 4
+"""Number of fields that a message names."""
+
+
+def join_clauses(clauses: Sequence[str]) -> str:
+    """Return clauses about fields as one text. If there are many, it counts the last ones."""
+    named = [*clauses[:_MOST_NAMED]]
+    num_others = len(clauses) - len(named)
+    if num_others:
+        named.append(f"{count(num_others, 'other field')} changed")
+    *first, last = named
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def compare_recipes(
     saved: Mapping[str, Any],
     new: Mapping[str, Any],
     ignored: Collection[str] = UNCOMPARED,
     fields: Collection[str] | None = None,
 ) -> Difference | None:
-    """Find the first difference between two recipes.
+    """Find the differences between two recipes.
 
     Args:
         saved: settings of the earlier run. new: settings of the later run.
@@ -60,14 +83,18 @@ def compare_recipes(
         fields: fields to compare. Default: all.
 
     Returns:
-        The first field that differs, with its values, or None without a difference.
+        The first field that differs, with its values and the others that differ, or None without a difference.
     """
     if fields is None:
         fields = {**saved, **new}
+    differences = []
     for name in fields:
         if name not in ignored and saved.get(name) != new.get(name):
-            return Difference(name, saved.get(name), new.get(name))
-    return None
+            differences.append(Difference(name, saved.get(name), new.get(name)))
+    if not differences:
+        return None
+    first, *others = differences
+    return first._replace(others=tuple(others))
 
 
 def find_difference(

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.gates.rule import is_packaged
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.results.recipe_changes import RESUMABLE, compare_recipes
+from loopdropout_trainer.results.recipe_changes import RESUMABLE, Difference, compare_recipes, join_clauses
 from loopdropout_trainer.results.training_results import count_examples
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
 from loopdropout_trainer.saving.base_model import check_base
@@ -328,22 +328,36 @@ def _check_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 
 def _find_other_settings(checkpoint: Checkpoint, facts: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the message about the first setting that differs from a checkpoint with these facts, or None."""
+    """Return the message about the settings that differ from a checkpoint with these facts, or None."""
     before = facts.get("settings") or {}
     known = [name for name in now if name in before]  # other versions of the libraries have other fields
     difference = compare_recipes(before, now, RESUMABLE, known)
     if difference is None:
         return None
-    kind, change, fix = "settings", str(difference), "Restore the setting"
-    if difference.field == "num_processes":
-        noun = "process" if difference.saved == 1 else "processes"
-        fix = f"Continue it with {difference.saved} {noun}"
-    elif difference.field == "base_dtype":  # which no field has as its name
-        change = f"the data type of the base model changed from {difference.saved} to {difference.new}"
-    elif difference.field == "rule_code":
+    differences = [difference, *difference.others]
+    if len(differences) > 1:  # the number of examples of a step follows from the others
+        differences = [other for other in differences if other.field != "examples_per_step"]
+    first = differences[0]
+    changes = join_clauses([*map(_describe_change, differences)])
+    kind, fix = "settings", "Restore the setting"
+    if len(differences) > 1:
+        fix = "Restore all of them"
+    elif first.field == "num_processes":
+        noun = "process" if first.saved == 1 else "processes"
+        fix = f"Continue it with {first.saved} {noun}"
+    elif first.field == "rule_code":
+        kind, fix = "code", "Restore the code"
+    return f"{checkpoint} was trained with other {kind}: {changes}. {fix}, or start a new training in another `output_dir`."
+
+
+def _describe_change(difference: Difference) -> str:
+    """Return the clause about one of the settings of `training_settings` that changed."""
+    if difference.field == "base_dtype":  # which no field has as its name
+        return f"the data type of the base model changed from {difference.saved} to {difference.new}"
+    if difference.field == "rule_code":
         name = str(difference.saved).split()[0]  # before the digest
-        kind, change, fix = "code", f"the code of the rule {name} changed", "Restore the code"
-    return f"{checkpoint} was trained with other {kind}: {change}. {fix}, or start a new training in another `output_dir`."
+        return f"the code of the rule {name} changed"
+    return difference.describe()
 
 
 def _check_tensors(checkpoint: Checkpoint, model: PeftModel) -> None:

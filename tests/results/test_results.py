@@ -246,6 +246,13 @@ def test_compare_recipes_names_the_first_difference(tmp_path):
     assert str(compare_recipes({}, {"num_loops": 3})) == "`num_loops` changed from the model's own to 3"
     saved, new = {"seed": 1, "p": 0.1}, {"p": 0.1, "seed": 2}
     assert str(compare_recipes(saved, new)) == "`seed` changed from 1 to 2"
+    new = {"p": 0.2, "seed": 2, "rule": "lora", "max_steps": 5}
+    named = "`seed` changed from 1 to 2, `p` changed from 0.1 to 0.2, `rule` changed from the default to 'lora'"
+    assert str(compare_recipes(saved, new)) == f"{named} and `max_steps` changed from the default to 5"
+    new |= {"lora_r": 8, "lora_alpha": 8}
+    assert str(compare_recipes(saved, new)).startswith(f"{named}, `max_steps` changed")
+    assert str(compare_recipes(saved, new)).endswith(" to 5 and 2 other fields changed")
+    new = {"p": 0.1, "seed": 2}
     assert compare_recipes(saved, new, ignored={"seed"}) is compare_recipes(saved, new, fields=["p"]) is None
     (tmp_path / "recipe.yaml").write_text("depths: [2, 8]\n")  # a former name
     assert results.read_recipe(tmp_path) == {"eval_num_loops": [2, 8]}

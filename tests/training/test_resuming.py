@@ -456,6 +456,11 @@ CHANGES = [
         "has another adapter: only one of it and the model has the tensor `.*lora_A.weight`",
     ),
     ({"gate_seed": 1}, "`gate_seed` changed from the default to 1"),
+    (
+        {"seed": 7, "p": 0.25, "per_device_train_batch_size": 2},
+        "`per_device_train_batch_size` changed from 4 to 2, `seed` changed from 42 to 7 and `p` changed from 0.5 to 0.25. "
+        "Restore all of them, or",
+    ),
 ]
 
 
