@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -24,7 +25,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from loopdropout_trainer.costs.published import PUBLISHED_TASKS
-from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
+from loopdropout_trainer.data import FIELD, PROMPT_TEMPLATES, fill, read_files
 from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.data.preparations import SCORED_LIKE
 from loopdropout_trainer.errors import (
@@ -260,7 +261,7 @@ def own_benchmark(
     with _explained(name):
         check_files(items_of(files), benchmark=name)
         rows = read_files(files)
-    with _explained(name, rows.column_names):
+    with _explained(name, rows.column_names, {"prompt": templates["doc_to_text"], "target": target}):
         task = task_of_rows(name, like or _OWN, rows, **config)
     options = {"until": stop, "max_gen_toks": max_new_tokens}
     options = {option: value for option, value in options.items() if value is not None}
@@ -288,8 +289,16 @@ def task_of_rows(name: str, like: str, rows: Dataset, **config: Any) -> Task:
 
 
 @contextmanager
-def _explained(name: str, columns: Sequence[str] = ()) -> Iterator[None]:
-    """Turn an error about the data of a task into one sentence, which lists the columns of own problems."""
+def _explained(
+    name: str, columns: Sequence[str] = (), templates: Mapping[str, str | None] = MappingProxyType({})
+) -> Iterator[None]:
+    """Turn an error about the data of a task into one message, which lists the columns of own problems.
+
+    Args:
+        name: Name of the task.
+        columns: Columns of own problems.
+        templates: Texts with {column} fields by the names of the fields of the benchmark that have them.
+    """
     try:
         yield
     except (OSError, KeyError, jinja2.TemplateError, DatasetsError) as error:
@@ -298,7 +307,23 @@ def _explained(name: str, columns: Sequence[str] = ()) -> Iterator[None]:
             reason = f"`{error.args[0]}` is missing"
         if columns and isinstance(error, KeyError | jinja2.UndefinedError):
             reason += f", and the columns are {', '.join(columns)}"
+        if columns and isinstance(error, KeyError):
+            reason += _explain_missing_column(error.args[0], columns, templates)
         raise UserError(f"The task `{name}` cannot be loaded: {reason}{hint_at_login(error)}") from None
+
+
+def _explain_missing_column(column: str, columns: Sequence[str], templates: Mapping[str, str | None]) -> str:
+    """Return the end of the message about a column that own problems lack: the field that asks for it, and what is meant.
+
+    Args:
+        column: Missing column.
+        columns, templates: As in `_explained`.
+    """
+    fields = [f"`{field}`" for field, text in templates.items() if column in FIELD.findall(text or "")]
+    if not fields:
+        return ""
+    verb = "asks" if len(fields) == 1 else "ask"
+    return f". {' and '.join(fields)} {verb} for `{column}`.{closest_match(column, columns)}"
 
 
 def development_task(preparation: str | None, examples: Dataset | None) -> Task:

@@ -274,6 +274,15 @@ def test_own_benchmark_scores_answers(replay, tokenizer, tmp_path):
             "The task `capitals` cannot be loaded: `land` is missing, and the columns are country, capital",
         ),
         (
+            {"prompt": "{contry}", "target": "{contry}: {capital}"},
+            "`contry` is missing, and the columns are country, capital. `prompt` and `target` ask for `contry`. Did you mean "
+            "'country'?",
+        ),
+        (
+            {"target": "{captal}"},
+            r"`capitals` .* `captal` is missing.*\. `target` asks for `captal`. Did you mean 'capital'",
+        ),
+        (
             {"scorer": "exact_mach"},
             "`scorer` must be one of .* Did you mean 'exact_match'.*import the code that registers it",
         ),
