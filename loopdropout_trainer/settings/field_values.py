@@ -45,7 +45,7 @@ def read_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
         _check_single(field.name, fitted, hint)
     kinds = field.metadata.get("kinds") or describe_accepted(hint)
     check_type(f"`{field.name}`", fitted, hint, kinds, given=value)
-    check_value(field, fitted, hint)
+    check_value(field, fitted, hint, given=value)
     return fitted
 
 

@@ -109,10 +109,16 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
             raise UserError(f"`{name}` must be one of {', '.join(choices)}, got {short_repr(item)}.{matches}")
 
 
-def check_value(own: Field, value: Any, hint: Any) -> None:
+def check_value(own: Field, value: Any, hint: Any, given: Any) -> None:
     """Raise UserError unless a value of a field's type is within its bounds, and not an empty text.
 
     An empty text is accepted where it is the default, and for most inherited fields.
+
+    Args:
+        own: The field.
+        value: Its value.
+        hint: Its type.
+        given: Value that the user has given, of which `value` was made, such as 0 for 0.0. The message names it.
     """
     metadata = metadata_of(own)
     if value == "" and metadata.get("not_empty"):
@@ -124,23 +130,23 @@ def check_value(own: Field, value: Any, hint: Any) -> None:
         raise UserError(
             f"`{own.name}` must be {bounds}, or {' or '.join(metadata['words'])}, got {short_repr(value)}."
         )
-    for item in items_of(value):
+    for item, given_item in zip(items_of(value), items_of(given), strict=True):
         if isinstance(item, Real) and not isinstance(item, bool):
-            _check_number(own.name, item, bounds, only_integers)
+            _check_number(own.name, item, bounds, only_integers, short_repr(given_item))
         if isinstance(item, str) and (problem := find_unusable(item)):
             raise UserError(f"`{own.name}` must not have {problem}, got {short_repr(item)}.")
 
 
-def _check_number(name: str, number: float, bounds: Bounds, only_integers: bool) -> None:
-    """Raise UserError unless a number is within its bounds."""
+def _check_number(name: str, number: float, bounds: Bounds, only_integers: bool, written: str) -> None:
+    """Raise UserError unless a number is within its bounds. `written` is the number in the message."""
     if not bounds.allow(number):
-        raise UserError(f"`{name}` must be {bounds}, got {short_repr(number)}.")
+        raise UserError(f"`{name}` must be {bounds}, got {written}.")
     if only_integers and number != int(number):
-        raise UserError(f"`{name}` must be an integer, got {short_repr(number)}.")
+        raise UserError(f"`{name}` must be an integer, got {written}.")
     largest = LARGEST_INTEGER if only_integers else sys.float_info.max
     has_largest = bounds.at_most is not None or bounds.below is not None
     if not has_largest and abs(number) > largest:
-        raise UserError(f"`{name}` must be from {-largest:,} to {largest:,}, got {short_repr(number)}.")
+        raise UserError(f"`{name}` must be from {-largest:,} to {largest:,}, got {written}.")
 
 
 @cache
@@ -169,7 +175,7 @@ def check_fields(instance: Any, names: Collection[str] | None = None) -> None:
         if types == {bool} and isinstance(value, str):  # "false" would count as true
             raise UserError(f"`{own.name}` must be true or false, got {short_repr(value)}.")
         check_choice(own.name, value, choices_of(own, types))
-        check_value(own, value, hints[own.name])
+        check_value(own, value, hints[own.name], given=value)
 
 
 def _check_is_number(own: Field, value: Any, hint: Any) -> None:

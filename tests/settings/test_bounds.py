@@ -181,13 +181,14 @@ REJECTED = [
     ("--lora_r 0", "`lora_r` must be at least 1 and at most 65,536, got 0."),
     ("--lora_dropout 1.5", "`lora_dropout` must be at least 0 and below 1, got 1.5."),
     ("--lora_dropout .nan", "`lora_dropout` must be at least 0 and below 1, got nan."),
-    ("--num_train_epochs -1", "`num_train_epochs` must be above 0 and at most 1e+06, got -1.0."),
+    ("--num_train_epochs -1", "`num_train_epochs` must be above 0 and at most 1e+06, got -1."),
     ("--num_loops 100000000000", "`num_loops` must be at least 1 and at most 1,024, got 100000000000."),
     ("--eval_num_loops 4 0", "`eval_num_loops` must be at least 1 and at most 1,024, got 0."),
     ("--per_device_train_batch_size 0", "`per_device_train_batch_size` must be at least 1, got 0."),
     ("--gradient_accumulation_steps 0", "`gradient_accumulation_steps` must be at least 1, got 0."),
     ("--max_steps 0", "`max_steps` must be at least 1, or -1, got 0."),
-    ("--save_steps 0", "`save_steps` must be above 0, got 0.0."),
+    ("--save_steps 0", "`save_steps` must be above 0, got 0."),
+    ("--logging_steps 0.0", "`logging_steps` must be above 0, got 0.0."),
     ("--seed -1", "`seed` must be at least 0 and below 4,294,967,296, got -1."),
     ("--split_seed 10000000000", "`split_seed` must be from -2,147,483,647 to 2,147,483,647, got 10000000000."),
     ("--num_train_examples 0", "`num_train_examples` must be at least 1, got 0."),
@@ -204,7 +205,7 @@ else:
 
 @pytest.mark.parametrize(("words", "message"), REJECTED)
 def test_number_out_of_bounds_is_explained(words, message):
-    with user_error(re.escape(message)):
+    with user_error(f"{re.escape(message)}$"):
         parse(COMMANDS["sft"], [*required_words("sft"), *words.split()])
 
 
