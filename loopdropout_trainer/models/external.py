@@ -197,6 +197,10 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
         raise UserError(f"`model_class` must be a class of causal language models, got {short_repr(model_class)}.")
     if not isinstance(description, type) or not issubclass(description, LoopDescription):
         raise UserError(f"`description` must be a subclass of `LoopDescription`, got {short_repr(description)}.")
+    missing = sorted(getattr(description, "__abstractmethods__", ()))
+    if missing:
+        names = " and ".join(f"`{name}`" for name in missing)
+        raise UserError(f"`description` must define {names}, which {description.__name__} does not.")
     if not model_class.base_model_prefix or not model_class.can_generate():
         raise UserError(f"`model_class` must be a causal language model, got {model_class.__name__}.")
     if not hasattr(model_class.config_class, "auto_map"):

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, as_path, find_mistyped, first_line, short_repr
+from loopdropout_trainer.errors import UserError, as_path, first_line, short_repr
 from loopdropout_trainer.files import TINY_OURO_PATH, write_file
-from loopdropout_trainer.hints import USUAL_DTYPES
+from loopdropout_trainer.hints import USUAL_DTYPES, closest_known
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, check_num_loops
 from loopdropout_trainer.lora import adapted_layers, add_gates, attach_adapter, check_peft_config, remove_gates
 from loopdropout_trainer.models.external import loading_fields
@@ -31,6 +31,7 @@ from loopdropout_trainer.saving.facts import MODELS, Source
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.saving.source import find_base, find_source, find_source_of
+from loopdropout_trainer.settings.field_hints import USUAL_NAMES
 from loopdropout_trainer.tokenizers import add_end_tokens, end_tokens
 
 
@@ -134,9 +135,7 @@ def explain_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
                 " To train an adapter further, load it by `load_adapter(load_model(base), folder, is_trainable=True)`."
             )
         else:
-            meant = find_mistyped(unknown[0], _KEYWORDS)
-            if meant is not None:
-                hint = f" Did you mean {meant!r}?"
+            hint = closest_known(unknown[0], _KEYWORDS, USUAL_NAMES)
         raise UserError(
             f"`{unknown[0]}` is not an argument of `from_pretrained`, nor a field of the model's configuration.{hint}"
         ) from None

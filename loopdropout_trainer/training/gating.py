@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import public_name
@@ -42,6 +43,9 @@ from loopdropout_trainer.training.given_data import prepare_given
 from loopdropout_trainer.training.rule_checks import check_depths, find_one_depth_type
 from loopdropout_trainer.training.shared_args import changed_since_made, sharing_of
 from loopdropout_trainer.training.start import find_start
+
+
+logger = logging.get_logger(__name__)
 
 
 def _forbid_reentrant_checkpoints(args: GateConfig, model: nn.Module) -> None:
@@ -125,6 +129,7 @@ class GatingMixin:
                 f"`rule` must train the adapter as {self._rule.name!r} does, which this trainer was made for, got "
                 f"{short_repr(rule)}. Make a new trainer."
             )
+        self._check_depths(rule)
         self._set_rule(rule)
         sharing_of(self.args).note_setter(self)
 
@@ -194,9 +199,10 @@ class GatingMixin:
             # This trainer may have trained another adapter of the model before.
             self.looped.trained_with = {**self.saved_settings(), "training_id": None}
 
-    def _check_depths(self) -> None:
-        """Raise UserError if the model or the rule cannot train at the depths of `args`."""
-        check_depths(self.args, self._rule, self.num_loops, find_one_depth_type(self.looped))
+    def _check_depths(self, rule: GateRule | None = None) -> None:
+        """Raise UserError if the model or a rule, by default the present one, cannot train at the depths of `args`."""
+        rule = self._rule if rule is None else rule
+        check_depths(self.args, rule, self.num_loops, find_one_depth_type(self.looped))
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, as transformers' Trainer does, which fails hours later for another value."""
@@ -230,7 +236,10 @@ class GatingMixin:
         return output
 
     def _check_surroundings(self) -> None:
-        """Raise UserError if `train` runs inside of a block that it would ignore, or in which nothing would train."""
+        """Raise UserError if `train` runs inside of a block that it would ignore, or in which nothing would train.
+
+        It keeps the depth of a block of `use_depth`, which a warning names, because the model has another one afterwards.
+        """
         if not torch.is_grad_enabled():
             raise UserError("`train()` must run outside of `torch.no_grad()` and `torch.inference_mode()`.")
         batch = self.gate_state.batch
@@ -238,6 +247,13 @@ class GatingMixin:
             raise UserError(
                 "`train()` must run outside of `use_gates`, because it draws gates of its own. Register a rule to train under "
                 "other gates."
+            )
+        own_depth = self.gate_state.blocks.value_outside(self.looped, "num_loops")
+        if self.num_loops != own_depth:
+            logger.warning(
+                f"`train()` runs K = {self.num_loops} loops, the depth of a block of `use_depth`, but the model itself runs "
+                f"{own_depth}, also with the trained adapter after the block. To train it at its own depth, leave the block. "
+                f"To give it the other depth for good, load it with `num_loops={self.num_loops}`."
             )
 
     def _check_adapter(self) -> None:

@@ -334,6 +334,12 @@ def test_records_name_the_depth_of_an_evaluation(make_sft, tmp_path, log):
         "two runs K = 2 loops, but the adapter was trained at 4. To give it the trained depth, merge inside"
         in log.text
     )
+    with use_depth(trainer.model, 3):
+        trainer.train()
+    assert (
+        "`train()` runs K = 3 loops, the depth of a block of `use_depth`, but the model itself runs 2, also"
+        in log.text
+    )
     trainer.model.config.num_loops = 4
     card = (Path(folder) / "README.md").read_text()
     assert "| Recurrence depth K | 4 |" in card and "Depths in training" not in card

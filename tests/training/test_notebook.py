@@ -23,6 +23,7 @@ from helpers.tiny import tiny_ouro, trained_parameters, with_adapter
 from helpers.tokenizer import make_tokenizer
 from helpers.trainers import assert_same_weights
 from loopdropout_trainer import (
+    LoopDescription,
     LoopDropoutConfig,
     LoopDropoutDPOConfig,
     LoopDropoutDPOTrainer,
@@ -1120,6 +1121,7 @@ MISTAKES = {
     "load device": (lambda: load_model("tiny-ouro", device="gpu"), "`device` must be a device .* got 'gpu'"),
     "load keyword": (lambda: load_model("tiny-ouro", foo=3), "`foo` is not an argument of `from_pretrained`"),
     "load mistyped keyword": (lambda: load_model("tiny-ouro", num_loop=3), "nor a field .* Did you mean 'num_loops'"),
+    "load usual keyword": (lambda: load_model("tiny-ouro", loops=3), "nor a field .* Did you mean 'num_loops'"),
     "load trainable": (
         lambda: load_model("tiny-ouro", is_trainable=True),
         r"load it by `load_adapter\(load_model\(base\), folder, is_trainable=True\)`",
@@ -1144,6 +1146,10 @@ MISTAKES = {
     "rule": (lambda: register_rule(5), "`register_rule` takes a subclass of `GateRule`, got 5"),
     "looped": (lambda: register_looped(BASE, BASE), "`model_class` must be a class of .* got OuroFor"),
     "description": (lambda: register_looped(LlamaForCausalLM, 5), "`description` must be a subclass of .* got 5"),
+    "abstract description": (
+        lambda: register_looped(LlamaForCausalLM, LoopDescription),
+        "`description` must define `recurrent_layers` and `running_loop`, which LoopDescription does not.",
+    ),
     "loops": (lambda: check_loops(BASE, input_ids=[1, 2]), r"`input_ids` must be a tensor of a batch, got \[1, 2\]"),
     "folder": (lambda: LoopDropoutConfig(BASE), "`output_dir` must be a path, got OuroFor"),
     "truth": (lambda: LoopDropoutConfig(remove_padding="false"), "`remove_padding` must be true or false, got 'fal"),
@@ -1279,6 +1285,9 @@ def test_attributes_of_a_trainer_apply_or_raise(make_sft):
     assert (trainer.last_gates.sampled > 0).sum(dim=0).tolist() == [1] * 4
     facts = trainer.looped.trained_with
     assert (facts["rule"], facts["p"], facts["rule_args"]) == ("exactly_m", None, {"m": 1})
+    with user_error("`m` must be an integer from 1 to 3, got 7"):
+        trainer.rule = ExactlyM(m=7)
+    assert trainer.rule == ExactlyM(m=1)
     assert (facts["num_loops"], len(trainer.last_gates.sampled)) == (3, 3)
     with user_error("`rule` must train the adapter as 'exactly_m' does, .* Make a new trainer"):
         trainer.rule = make_rule("adaptive")
