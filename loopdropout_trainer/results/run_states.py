@@ -11,11 +11,8 @@ from loopdropout_trainer.errors import count
 from loopdropout_trainer.files import is_locked, lock_path
 from loopdropout_trainer.results.recipe_changes import compare_recipes
 from loopdropout_trainer.results.run_files import is_finished
-from loopdropout_trainer.settings.recipe_folders import SETTINGS_FILE
+from loopdropout_trainer.settings.recipe_folders import LOCK, SETTINGS_FILE
 
-
-LOCK = "sweep.lock"
-"""File in the folder of a run that the sweep locks which trains it."""
 
 _MOST_NAMES = 6
 """Number of runs that a sentence names."""

@@ -12,6 +12,9 @@ from loopdropout_trainer.errors import count, join_command
 SETTINGS_FILE = "sweep_recipe.yaml"
 """File in the folder of a run with the recipe that the sweep gives to its training."""
 
+LOCK = "sweep.lock"
+"""File in the folder of a run that the sweep locks which trains it."""
+
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 
@@ -40,8 +43,11 @@ def list_runs(folder: str | Path) -> list[Path]:
 
 
 def has_started(run: Path) -> bool:
-    """Return whether a run of a sweep was started. One whose command was only printed has nothing but its recipe."""
-    return run.is_dir() and any(path.name != SETTINGS_FILE for path in run.iterdir())
+    """Return whether a run of a sweep was started. One whose command was only printed has nothing but its recipe.
+
+    A sweep locks a run before it looks at its recipe, so the lock says nothing. A run that it starts has a log.
+    """
+    return run.is_dir() and any(path.name not in (SETTINGS_FILE, LOCK) for path in run.iterdir())
 
 
 def hint_at_folder(folder: Path) -> str:

@@ -27,8 +27,9 @@ from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.results.failures import FAILED, LOG, describe_failure, name_log
 from loopdropout_trainer.results.imported_code import find_other_code
 from loopdropout_trainer.results.run_files import has_trained, read_run
-from loopdropout_trainer.results.run_states import LOCK, name_runs
+from loopdropout_trainer.results.run_states import name_runs
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
+from loopdropout_trainer.settings.recipe_folders import LOCK
 from loopdropout_trainer.sweeps.run_times import MEASURING, RunKind, RunTimes, describe_left
 from loopdropout_trainer.terminal import print_sentences
 

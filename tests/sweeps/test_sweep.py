@@ -1754,6 +1754,9 @@ def test_printed_commands_are_no_runs(lab, capsys):
     assert "also there" not in capsys.readouterr().out
     with user_error("holds neither a model nor an adapter"):
         find_source(lab.out)
+    # The sweep locks each run before it looks at its recipe.
+    lab.run(learning_rates=[0.01, 0.03], settings={"max_steps": 7})
+    assert lab.runs[:2] == ["lora/lr_0.01/seed_101", "lora/lr_0.03/seed_101"]
 
 
 def test_commands_leave_out_runs_that_other_processes_train(lab, capsys):
