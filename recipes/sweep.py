@@ -136,6 +136,7 @@ class Sweep:
         # Both are kept with the digests of `--import` that they hold for, because a file can change during the sweep.
         self.scores: dict[str, tuple[dict[str, str], tuple[float, float]]] = {}  # by name of a run
         self.done: dict[SweepRun, dict[str, str]] = {}
+        self.remarks: dict[tuple, str] = {}  # about the choice of a learning rate, by method and scores
         self.code = PresentCode()
         self.pool = Workers(self, self.workers)
         self.command_line = ""  # with which the user continues the sweep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.results.sweep_folder import SweepRun
@@ -47,17 +48,25 @@ def choose_rate(sweep: Any, method: str, with_other_code: bool = False) -> Choic
             return Choice(rates, None, "No learning rate has a finite score.")
         best = max(scores, key=scores.get)  # the smallest one of equal scores, because the rates ascend
         if best not in (rates[0], rates[-1]) or len(rates) == limit:
-            folders = [sweep.folder(SweepRun(method, rate, sweep.seeds[0], True)) for rate in rates]
-            remarks = [
-                describe_other_examples(folders, sweep.select_on),
-                describe_edge(scores, best, sweep.extend_grid, sweep.select_on),
-            ]
-            return Choice(rates, best, " ".join(filter(None, remarks)))
+            key = (method, *scores.items())
+            if key not in sweep.remarks:  # every worker asks each second, and the results are files
+                sweep.remarks[key] = _describe_scores(sweep, method, scores, best)
+            return Choice(rates, best, sweep.remarks[key])
         if best == rates[0]:
             outermost, neighbor = rates[0], rates[1]
         else:
             outermost, neighbor = rates[-1], rates[-2]
         rates = sorted([*rates, _rounded(outermost**2 / neighbor)])
+
+
+def _describe_scores(sweep: Any, method: str, scores: Mapping[float, tuple[float, float]], best: float) -> str:
+    """Return remarks about the scores of a method's learning rates, by rate, of which one is the best, or ""."""
+    folders = [sweep.folder(SweepRun(method, rate, sweep.seeds[0], True)) for rate in scores]
+    remarks = [
+        describe_other_examples(folders, sweep.select_on),
+        describe_edge(scores, best, sweep.extend_grid, sweep.select_on),
+    ]
+    return " ".join(filter(None, remarks))
 
 
 def _rounded(rate: float) -> float:
