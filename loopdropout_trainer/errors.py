@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -113,6 +113,13 @@ def join_command(*words: str | Path) -> str:
 def count(number: int, noun: str) -> str:
     """Return a number with its noun, which has an s unless the number is one."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence, such as "a, b and c", or "" without any."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def count_rows(inputs: Any, name: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from loopdropout_trainer.blocks import as_block
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, join_words, short_repr
 from loopdropout_trainer.gate_state import GateState
 from loopdropout_trainer.renames import hide_library_warnings, renamed_function
 
@@ -215,7 +215,7 @@ DESCRIPTIONS: dict[type, Callable[[nn.Module], LoopedModelMixin]] = {}
 FAMILIES = ("Ouro", "Huginn", "Dory", "LoopUS", "Nanbeige", "Parcae", "HRM-Text")
 """Names of the supported families."""
 
-SUPPORTED = f"The supported families are {', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}."
+SUPPORTED = f"The supported families are {join_words(FAMILIES)}."
 """Sentence at the end of errors about other models."""
 
 UNSUPPORTED = {

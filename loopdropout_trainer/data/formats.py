@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.errors import UserError, choose_advice, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, choose_advice, closest_match, join_words, short_repr
 
 
 if TYPE_CHECKING:
@@ -164,8 +164,7 @@ def wrong_columns(
 
 def enumerate_columns(columns: Sequence[str]) -> str:
     """Return the names of columns in words, such as "`prompt`, `chosen` and `rejected`"."""
-    *first, last = [f"`{name}`" for name in columns]
-    return f"{', '.join(first)} and {last}" if first else last
+    return join_words([f"`{name}`" for name in columns])
 
 
 def to_trl_name(column: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
+from loopdropout_trainer.errors import join_words
+
 
 _HIDDEN_SHARE = 0.005
 """Share of the height of a panel, about the width of a line, up to which two values are at one place of the figure."""
@@ -23,7 +25,7 @@ def describe_hidden_lines(data: pd.DataFrame, x: str) -> str:
     has_one_panel = data["panel"].nunique() == 1
     texts = []
     for labels, names in panels.items():
-        lines = f"{', '.join(labels[:-1])} and {labels[-1]}"
+        lines = join_words(labels)
         texts.append(lines if has_one_panel else f"{lines} ({', '.join(names)})")
     if not texts:
         return ""

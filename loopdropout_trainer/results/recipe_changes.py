@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loopdropout_trainer.errors import count, short_repr
+from loopdropout_trainer.errors import count, join_words, short_repr
 from loopdropout_trainer.results.run_files import read_recipe
 from loopdropout_trainer.settings.arguments import names_of
 
@@ -65,8 +65,7 @@ def join_clauses(clauses: Sequence[str]) -> str:
     num_others = len(clauses) - len(named)
     if num_others:
         named.append(f"{count(num_others, 'other field')} changed")
-    *first, last = named
-    return f"{', '.join(first)} and {last}" if first else last
+    return join_words(named)
 
 
 def compare_recipes(

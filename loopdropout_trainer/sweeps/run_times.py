@@ -7,10 +7,11 @@ rate is measured on one task, and a final run on all tasks and at all depths. Me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from loopdropout_trainer.errors import join_words
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.sweep_folder import SweepRun, read_summary
 from loopdropout_trainer.sweeps.code import has_other_results
@@ -161,19 +162,12 @@ def name_numbers(left: Mapping[RunKind, int]) -> str:
         if number:
             noun = _NOUNS[kind] if number == 1 else _PLURALS[kind]
             texts.append(f"{number:,} {noun}")
-    return _join_words(texts)
-
-
-def _join_words(words: Sequence[str]) -> str:
-    """Return words as a list, such as "a, b and c"."""
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} and {words[-1]}"
+    return join_words(texts)
 
 
 def _name_kinds(kinds: Collection[str]) -> str:
     """Return the names of some kinds of runs in words, in the order of a sweep."""
-    return _join_words([noun for kind, noun in _PLURALS.items() if kind in kinds])
+    return join_words([noun for kind, noun in _PLURALS.items() if kind in kinds])
 
 
 def describe_means(means: Mapping[RunKind, float]) -> str:
