@@ -10,7 +10,7 @@ import pandas as pd
 
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.means import name_means
-from loopdropout_trainer.reports.labels import have_several_rates, name_methods
+from loopdropout_trainer.reports.labels import find_label_fields, name_methods
 from loopdropout_trainer.reports.progress import describe_runs, find_sweeps
 from loopdropout_trainer.reports.result_codes import describe_codes
 from loopdropout_trainer.reports.unfinished import UNFINISHED
@@ -43,7 +43,7 @@ from loopdropout_trainer.settings.recipe_folders import list_runs, sort_folders
 def final_results(results: pd.DataFrame, with_checkpoints: bool = False, named: Collection[str] = ()) -> pd.DataFrame:
     """Return the results without checkpoints, and without the runs of a sweep that only chose a learning rate.
 
-    The column `has_rates` says to all tables whether names have learning rates.
+    The column `label_fields` says to all tables which settings the label of a result has.
 
     The summary of the sweep says which learning rate it has chosen. Before the choice, all runs of a method are left out. In a
     folder without a summary, the runs that only chose were evaluated on the held-out examples alone, and another run of the
@@ -68,7 +68,7 @@ def final_results(results: pd.DataFrame, with_checkpoints: bool = False, named: 
     if not with_checkpoints:
         is_final &= results["checkpoint"].isna()
     final = results[is_final]
-    return final.assign(has_rates=have_several_rates(final))
+    return final.assign(label_fields=find_label_fields(final))
 
 
 def _is_named(results: pd.DataFrame, folders: Collection[str]) -> pd.Series:

@@ -101,7 +101,7 @@ IGNORED = {
     "limit",
     "chose",
     "num_sweeps",
-    "has_rates",
+    "label_fields",
     "problems",
     "other_problems",
     *(f"recipe_{name}" for name in NO_EFFECT),

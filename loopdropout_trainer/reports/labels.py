@@ -75,17 +75,31 @@ def name_methods(results: pd.DataFrame) -> pd.Series:
     return variants.where(is_own, results["method"])
 
 
-def have_several_rates(results: pd.DataFrame) -> bool:
-    """Return whether results of one name differ in the learning rate, so that the names in all tables of a report have it."""
-    rows_of_names = results.groupby(name_methods(results))
-    return any(not {*ALIKE}.isdisjoint(_differing_settings(rows)) for _, rows in rows_of_names)
+def find_label_fields(results: pd.DataFrame) -> pd.Series:
+    """Return the settings that the label of each result has in all tables of a report, with spaces between them.
+
+    They are those in which trainings of one name differ anywhere in the report, so that a training has one label, also in a
+    table that lacks the other trainings. Settings of `ALIKE` are in the labels of all names. The base model has its settings
+    only in tables where they differ.
+
+    Args:
+        results: All results of the report.
+    """
+    names = name_methods(results)
+    fields_of = {}
+    for name, rows in results.reset_index(drop=True).groupby(names.to_numpy()):
+        fields_of[name] = {*_differing_settings(rows)} - {*MEASURED_AT}
+    alike = {*ALIKE} & set().union(*fields_of.values())
+    fields_of[BASE_MODEL] = set()
+    texts = {name: " ".join(sorted(fields | alike)) for name, fields in fields_of.items()}
+    return names.map(texts)
 
 
 def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[str] = ()) -> pd.Series:
     """Return the names of results, and the settings of their recipes, sweeps or codes in which those of one name differ.
 
     If a report is of several sweeps, results have the names of their sweeps, also in a table that only one sweep is in. The
-    names stand for the settings that differ only between sweeps. The same holds for learning rates (`have_several_rates`).
+    names stand for the settings that differ only between sweeps. The same holds for all settings of `find_label_fields`.
 
     Args:
         names: Name of each result.
@@ -98,16 +112,24 @@ def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[st
         shared.update({*alike}.intersection(fields))
     if results["sweep"].nunique() > 1 or results["num_sweeps"].max() > 1:
         shared.add("sweep")
-    if alike and "has_rates" in results and results["has_rates"].any():
-        shared.update(alike)
     texts = names.copy()
     for name, rows in results.groupby(names):
-        fields = shared.union(fields_of[name])
+        fields = shared.union(fields_of[name], _read_label_fields(rows))
         for field in sorted(fields, key=lambda field: (field in MEASURED_AT, field)):  # which come last
             title = SHORT_NAMES.get(field, f"{field.removeprefix('recipe_')} = ")
             settings = f", {title}" + rows[field].map(_setting_text)
             texts.loc[rows.index] += settings.where(rows[field].notna(), "")
     return texts
+
+
+def _read_label_fields(rows: pd.DataFrame) -> set[str]:
+    """Return the settings of `find_label_fields` that results of one name have. Those outside of a report have none."""
+    if "label_fields" not in rows:
+        return set()
+    fields: set[str] = set()
+    for text in rows["label_fields"].dropna().unique():
+        fields.update(text.split())
+    return fields
 
 
 def _differing_settings(rows: pd.DataFrame) -> list[str]:

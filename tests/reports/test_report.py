@@ -1889,18 +1889,27 @@ def test_report_of_an_evaluation_has_no_costs(tmp_path, capsys):
     assert "There is no" not in capsys.readouterr().out and (tmp_path / "report/loss_reduction.csv").is_file()
 
 
-def test_all_tables_of_a_report_name_learning_rates_alike(tmp_path):
+def test_all_tables_of_a_report_name_trainings_alike(tmp_path):
     """Also a table that only one of two trainings has measurements for."""
     loss, reduction = {"task": "training", "metric": "eval_loss"}, {"metric": "loss_reduction", "gates": "loop 1"}
-    write(tmp_path / "a", [{**loss, "value": 1.0}, {**reduction, "loop": 1, "value": 5.0}], {"learning_rate": 0.001})
-    write(tmp_path / "b", [{**loss, "value": 2.0}], {"learning_rate": 0.003})
+    few = {"max_steps": 4}
+    write(
+        tmp_path / "a",
+        [{**loss, "value": 1.0}, {**reduction, "loop": 1, "value": 5.0}],
+        {**few, "learning_rate": 0.001},
+    )
+    write(tmp_path / "b", [{**loss, "value": 2.0}], {"max_steps": 8, "learning_rate": 0.003})
     write(tmp_path / "c", [{**loss, "value": 3.0}], {"learning_rate": 0.003}, method="Loop Dropout")
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
     names = {}
     for table in ("held_out_loss", "loss_reduction"):
         names[table] = [*pd.read_csv(tmp_path / f"report/{table}.csv")["method"].unique()]
-    assert names["held_out_loss"] == ["LoRA, lr 0.001", "LoRA, lr 0.003", "Loop Dropout, lr 0.003"]
-    assert names["loss_reduction"] == ["LoRA, lr 0.001"]
+    assert names["held_out_loss"] == [
+        "LoRA, lr 0.001, max_steps = 4",
+        "LoRA, lr 0.003, max_steps = 8",
+        "Loop Dropout, lr 0.003",
+    ]
+    assert names["loss_reduction"] == ["LoRA, lr 0.001, max_steps = 4"]
 
 
 def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):
