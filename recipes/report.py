@@ -28,7 +28,7 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, Comparison, explain_disagreements
-from loopdropout_trainer.errors import UserError, closest_match, count, docs_page, run_script
+from loopdropout_trainer.errors import UserError, closest_match, docs_page, run_script
 from loopdropout_trainer.files import check_links, recipe_names
 from loopdropout_trainer.hints import file_hint
 from loopdropout_trainer.reports.comparing import compare_folders, explain_missing_runs
@@ -37,7 +37,12 @@ from loopdropout_trainer.reports.figures import loss_curves, loss_figure, overvi
 from loopdropout_trainer.reports.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.labels import name_methods
-from loopdropout_trainer.reports.loss_tables import make_loss_tables, make_reduction_table, reduction_numbers
+from loopdropout_trainer.reports.loss_tables import (
+    describe_unmeasured,
+    make_loss_tables,
+    make_reduction_table,
+    reduction_numbers,
+)
 from loopdropout_trainer.reports.missing_base import describe_missing_base, describe_missing_base_loss
 from loopdropout_trainer.reports.printing import making_report, print_notes, shorten_folders
 from loopdropout_trainer.reports.progress import leave_out_unmeasured
@@ -63,15 +68,12 @@ from loopdropout_trainer.reports.tables import (
     make_cost_table,
     split_reductions,
 )
+from loopdropout_trainer.reports.training_notes import describe_early_stops, describe_starts
 from loopdropout_trainer.reports.unpaired import explain_unpaired
 from loopdropout_trainer.results.run_files import (
     is_of_base,
-    is_of_training,
-    read_own_results,
 )
 from loopdropout_trainer.results.sweep_scores import PER_TOKEN, name_loss_unit
-from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state, newest_checkpoint
-from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.settings.arguments import option
 from loopdropout_trainer.settings.recipe import load_recipe, name_words, parse
 from loopdropout_trainer.terminal import format_fixed, print_sentences
@@ -243,42 +245,6 @@ def report_costs(results: pd.DataFrame, output_dir: Path) -> bool:
     return True
 
 
-def describe_early_stops(folders: Sequence[str]) -> list[str]:
-    """Return a line with the trainings in some folders that stopped early, and where, or no line if there are none."""
-    stops = []
-    for folder in folders:
-        if not Path(folder, STATE_FILE).is_file():  # of an older run
-            continue
-        state = load_state(folder)
-        if find_early_stop(state) is not None:
-            stops.append(f"{folder} after {state.global_step:,} of {count(state.max_steps, 'step')}")
-    return [f"Stopped early: {'; '.join(stops)}."] if stops else []
-
-
-def describe_starts(folders: Sequence[str]) -> list[str]:
-    """Return a line for each training in some folders whose weights were trained before."""
-    lines = []
-    for folder in folders:
-        earlier = find_earlier_trainings(folder)
-        if earlier:
-            lines.append(f"{folder} started from weights that were trained before: {'; '.join(earlier)}.")
-    return lines
-
-
-def find_earlier_trainings(folder: str) -> Sequence[str]:
-    """Return the trainings before the one in a folder, as its saved adapter says, or else its newest checkpoint."""
-    trained = {row.get("training") for row in read_own_results(folder) if is_of_training(row)}
-    for place in filter(None, [folder, newest_checkpoint(folder)]):
-        try:
-            metadata = find_source(place).metadata
-        except UserError:  # not saved
-            continue
-        earlier = metadata.get("earlier_trainings")
-        if earlier and metadata.get("training_id") in trained:
-            return earlier
-    return ()
-
-
 def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:
     """Make the table of held-out losses, and return whether there are any."""
     numbers = loss_numbers(results)
@@ -330,7 +296,8 @@ def report_reductions(results: pd.DataFrame, output_dir: Path) -> bool:
         numbers = reduction_numbers(reductions)
         name = "loss_reduction" if number == 1 else f"loss_reduction_{number}"
         title, texts = make_reduction_table(examples, numbers)
-        save_table(numbers, texts, TableText(title), output_dir / name)
+        notes = describe_unmeasured(results) if number == len(groups) else []
+        save_table(numbers, texts, TableText(title, notes=notes), output_dir / name)
     return bool(groups)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 
+from loopdropout_trainer.errors import join_command
 from loopdropout_trainer.reports.frames import average
 from loopdropout_trainer.reports.labels import labelled
 from loopdropout_trainer.reports.tables import add_seeds, fit_title, mean_numbers, name_examples, spread_places
 from loopdropout_trainer.results.run_files import is_of_base
+from loopdropout_trainer.results.run_states import name_runs
+from loopdropout_trainer.results.sweep_folder import lacks_measurements
+from loopdropout_trainer.saving.saved_adapter import holds_adapter
 
 
 REDUCTION_TITLE = "Loss reduction on {}, adapter in one loop only, in %, mean ± SD over seeds"
@@ -87,6 +92,25 @@ def make_reduction_table(examples: str, numbers: pd.DataFrame) -> tuple[str, pd.
     loops = numbers.index.get_level_values("adapter in").unique()
     texts = spread_places(numbers, decimals=1)[[*loops]]
     return add_seeds(fit_title(REDUCTION_TITLE.format(examples), numbers), texts, numbers["num_seeds"])
+
+
+def describe_unmeasured(results: pd.DataFrame) -> list[str]:
+    """Return a sentence about the trainings without a loss reduction, with the command that measures it, or nothing.
+
+    Args:
+        results: From `final_results`. Some trainings have a loss reduction.
+    """
+    measured = {*results.loc[results["metric"] == "loss_reduction", "run"]}
+    trained = results.loc[~is_of_base(results), "run"].dropna().unique()
+    missing = [
+        run for run in trained if run not in measured and holds_adapter(Path(run)) and not lacks_measurements(run)
+    ]
+    if not missing:
+        return []
+    return [
+        f"No loss reduction is measured yet of {name_runs(missing)}. `{join_command('diagnose', missing[0])}` measures it on "
+        "all held-out examples."
+    ]
 
 
 def title_losses(metric: str, task: str, rows: pd.DataFrame, all_rows: pd.DataFrame | None = None) -> str:

@@ -1889,7 +1889,7 @@ def test_report_of_an_evaluation_has_no_costs(tmp_path, capsys):
     assert "There is no" not in capsys.readouterr().out and (tmp_path / "report/loss_reduction.csv").is_file()
 
 
-def test_all_tables_of_a_report_name_trainings_alike(tmp_path):
+def test_all_tables_of_a_report_name_trainings_alike(tmp_path, capsys):
     """Also a table that only one of two trainings has measurements for."""
     loss, reduction = {"task": "training", "metric": "eval_loss"}, {"metric": "loss_reduction", "gates": "loop 1"}
     few = {"max_steps": 4}
@@ -1910,6 +1910,12 @@ def test_all_tables_of_a_report_name_trainings_alike(tmp_path):
         "Loop Dropout, lr 0.003",
     ]
     assert names["loss_reduction"] == ["LoRA, lr 0.001, max_steps = 4"]
+    missing = "No loss reduction is measured yet of"
+    assert missing not in capsys.readouterr().out  # no adapter is there
+    (tmp_path / "b/adapter_config.json").write_text("{}")
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    command = f"`loopdropout diagnose {tmp_path}/b` measures it on all held-out examples."
+    assert f"{missing} {tmp_path}/b. {command}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):
