@@ -353,15 +353,17 @@ def check_filled(turns: Any, chat_template: Any) -> None:
 
 
 def check_turns(name: str, target: Any) -> None:
-    """Raise UserError if a column of conversations has a text, or a conversation has a turn without a role.
+    """Raise UserError if a column of conversations has a text or a mapping, or a conversation has a turn without a role.
 
     Args:
         name: Name of the column.
         target: Its value, a conversation with TRL's keys or another value.
     """
-    if isinstance(target, str) and name in ("messages", "conversations"):
+    if isinstance(target, str | dict) and name in ("messages", "conversations"):
         fix = ""
-        if target.lstrip().startswith("["):  # as a cell of a CSV file
+        if isinstance(target, dict):  # as {"role": [...], "content": [...]}
+            fix = ' Write each turn as an item of a list, such as [{"role": "user", "content": "Hi"}].'
+        elif target.lstrip().startswith("["):  # as a cell of a CSV file
             fix = " Parse the text by `json.loads`, and save the rows as JSON Lines."
         raise UserError(f"`{name}` must be a list of turns with `role` and `content`, got {short_repr(target)}.{fix}")
     if not isinstance(target, list):

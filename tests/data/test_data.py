@@ -885,3 +885,11 @@ def test_chat_in_a_csv_cell_names_the_fix():
         "`messages` must be a list of turns .* Parse the text by `json.loads`, and save the rows as JSON Lines."
     ):
         check_turns("messages", '[{"role": "user", "content": "Hi"}]')
+
+
+def test_chat_as_a_mapping_names_its_row_and_the_fix(load, bytes_tokenizer):
+    by_key = {"role": ["user", "assistant"], "content": ["Hi", "Ho"]}
+    with user_error(
+        "^Row 1 of .*: `messages` must be a list of turns .*, got {'.* Write each turn as an item of a list"
+    ):
+        load(None, [{"messages": by_key}], bytes_tokenizer)
