@@ -333,9 +333,8 @@ def hint_at_login(error: BaseException | None) -> str:
 def is_unreachable(error: BaseException) -> bool:
     """Return whether an error of the Hub's client says that there is no connection, or that none is allowed."""
     for cause in _chain(error):
-        if "HTTP status client error" in str(
-            cause
-        ):  # an answer, which the Hub's Xet client raises as a ConnectionError
+        # The Hub's Xet client raises a ConnectionError about an answer of the Hub, too.
+        if "HTTP status client error" in str(cause):
             return False
         names = [cls.__name__ for cls in type(cause).__mro__]
         # The library that connects has changed between the releases of the client. Its errors have this base class.
