@@ -9,7 +9,8 @@ from typing import Any
 
 from lm_eval.models.huggingface import HFLM
 
-from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.hints import closest_known
 from loopdropout_trainer.settings.field_hints import USUAL_NAMES
 
 
@@ -61,7 +62,7 @@ def check_keywords(keywords: Mapping[str, Any], own_names: Iterable[str]) -> Non
                     f"`{name}` has no effect on a `LoopedLM`, got {short_repr(value)}. {ADVICE_ON_UNUSED[name]}"
                 )
         elif name not in usable:
-            hint = closest_match(USUAL_NAMES.get(name, name), usable) or closest_match(name, usable)
+            hint = closest_known(name, usable, USUAL_NAMES)
             raise UserError(f"`{name}` is not an argument of LoopedLM.{hint}")
 
 

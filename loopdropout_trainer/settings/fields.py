@@ -17,13 +17,12 @@ from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 from loopdropout_trainer.bounds import Bounds
 from loopdropout_trainer.errors import (
     UserError,
-    closest_match,
     describe_type,
     find_unusable,
     hint_at_number,
     short_repr,
 )
-from loopdropout_trainer.hints import USUAL_DTYPES
+from loopdropout_trainer.hints import USUAL_DTYPES, closest_known
 from loopdropout_trainer.settings.field_hints import field_hint
 from loopdropout_trainer.settings.library_fields import LIBRARY_FIELDS
 
@@ -105,7 +104,7 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
         return
     for item in items_of(value):
         if item is not None and item not in choices:
-            matches = closest_match(USUAL_DTYPES.get(str(item), item), choices)
+            matches = closest_known(str(item), choices, USUAL_DTYPES)
             raise UserError(f"`{name}` must be one of {', '.join(choices)}, got {short_repr(item)}.{matches}")
 
 
