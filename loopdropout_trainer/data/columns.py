@@ -11,13 +11,14 @@ import yaml
 from accelerate import PartialState
 from transformers.utils import logging
 
-from loopdropout_trainer.data.csv_files import lacks_header
+from loopdropout_trainer.data.csv_files import advise_header, lacks_header
 from loopdropout_trainer.data.formats import (
     TARGETS,
     enumerate_columns,
     find_format,
     guess_columns,
     is_alpaca,
+    list_turns,
     to_messages,
     wrong_columns,
 )
@@ -68,11 +69,7 @@ def check_columns(
         fix = _explain_surplus(surplus, own_columns, data, is_mixture, is_held_out)
     elif rows.info.builder_name == "csv" and lacks_header(names):
         fitting = [columns for columns in wanted if len(columns) == len(names)] or wanted
-        first_line = ",".join(fitting[0])
-        fix = (
-            "The file seems to have no header line, so its first row was read as the names of the columns. Add a first line "
-            f"with the name of each column, such as `{first_line}`, and the separator of the other lines."
-        )
+        fix = advise_header(fitting[0])
     elif is_alpaca(names) and not mapping and not template_fields:
         fix = "Set `prompt_template: alpaca` and `column_mapping: {completion: output}`, which also read the `input`."
     elif mapping and {*names}.issuperset(mapping):  # of old names to new ones, as `datasets.rename_columns` takes it
@@ -182,6 +179,27 @@ def warn_about_unused(unused: Collection[str], columns: Collection[str], data: D
             f"The column `system` of the data of {data} is ignored. To train on it, make it the first turn of "
             f"`{conversations.pop()}`, with the role system."
         )
+
+
+def warn_about_weights(rows: Dataset, columns: Iterable[str], data: DataSource) -> None:
+    """Log that weights of turns are ignored, with which other programs leave turns out of the loss.
+
+    Args:
+        rows: Rows of the data. The first one shows which keys turns have.
+        columns: Columns that examples are made of, by their names in the data.
+        data: Source of the data, which the message names.
+    """
+    if not len(rows):
+        return
+    first_row = rows[0]
+    for name in columns:
+        turns = list_turns(first_row[name])
+        has_weights = any(turn.get("weight") is not None for turn in turns)
+        if has_weights and PartialState().is_main_process:
+            logger.warning(
+                f"The key `weight` of the turns in `{name}` of {data} is ignored, so turns of the assistant with the weight 0 "
+                "are trained on, too."
+            )
 
 
 def warn_about_other_format(

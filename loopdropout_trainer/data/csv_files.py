@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,13 +53,17 @@ def _check_first_row(file: str, separator: str) -> None:
         check_cells(file, separator)
 
 
-def lacks_header(columns: Collection[str]) -> bool:
-    """Return whether the names of a file's columns are probably the cells of its first row, such as "What is 7 times 8?".
+def lacks_header(names: Collection[str]) -> bool:
+    """Return whether the names of a CSV file's columns are probably the cells of its first row, as "What is 7 times 8?"."""
+    return any(_is_like_a_cell(name) for name in names)
 
-    Args:
-        columns: Names of the columns that a CSV file seems to have.
-    """
-    return any(_is_like_a_cell(name) for name in columns)
+
+def advise_header(columns: Iterable[str]) -> str:
+    """Return how to add a header with some columns to a CSV file that lacks it."""
+    return (
+        "The file seems to have no header line, so its first row was read as the names of the columns. Add a first line with "
+        f"the name of each column, such as `{','.join(columns)}`, and the separator of the other lines."
+    )
 
 
 def _is_like_a_cell(name: str) -> bool:

@@ -11,7 +11,7 @@ import os
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.caching import digest_files
-from loopdropout_trainer.data.csv_files import check_cells, csv_options
+from loopdropout_trainer.data.csv_files import advise_header, check_cells, csv_options, lacks_header
 from loopdropout_trainer.data.formats import enumerate_columns
 from loopdropout_trainer.data.mixed_types import warn_of_mixed_types
 from loopdropout_trainer.data.sources import (
@@ -108,7 +108,7 @@ def _check_one_schema(source: DataSource, files: Sequence[str]) -> None:
         if {*features} != {*first}:
             raise UserError(
                 f"{source} must have the same columns and types, got {', '.join(first)} in {files[0]} and "
-                f"{', '.join(features)} in {file}. {_advise_items(file)}"
+                f"{', '.join(features)} in {file}. {_advise_schema(file, features, first)}"
             )
     for file, features in zip(files[1:], others, strict=True):
         differing = [name for name in first if features[name] != first[name]]
@@ -164,6 +164,13 @@ def _has_kind(file: str) -> bool:
 def _kind_of(file: str) -> str:
     """Return the kind of a file, which is JSON if its ending is not known."""
     return file_kind(file) or "json"
+
+
+def _advise_schema(file: str, names: Collection[str], expected: Collection[str]) -> str:
+    """Return how to read a file with other columns than the expected ones. A part of a CSV file often lacks the header."""
+    if file_kind(file) == "csv" and len(names) == len(expected) and lacks_header(names):
+        return advise_header(expected)
+    return _advise_items(file)
 
 
 def _advise_items(file: str) -> str:

@@ -254,8 +254,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _list_turns(turns: Any) -> list[dict[str, Any]]:
-    """Return the turns of a conversation, without what is no turn, and none of a value that is no conversation."""
+def list_turns(turns: Any) -> list[dict[str, Any]]:
+    """Return the turns of a conversation, without other items, and none of a value that is not a conversation."""
     if not isinstance(turns, list):
         return []
     return [turn for turn in turns if isinstance(turn, dict)]
@@ -271,7 +271,7 @@ def check_roles(turns: Any, chat_template: Any) -> None:
         turns: Conversation with TRL's keys, or another value, which has no roles.
         chat_template: Text of the chat template of the training, a mapping of several ones, or None.
     """
-    for turn in _list_turns(turns):
+    for turn in list_turns(turns):
         if "role" not in turn:
             continue  # which `check_turns` explains
         role = turn["role"]
@@ -299,7 +299,7 @@ def check_contents(turns: Any, chat_template: Any) -> None:
         turns: Conversation with TRL's keys, or another value, which has no contents.
         chat_template: Text of the chat template of the training, a mapping of several ones, or None.
     """
-    for turn in _list_turns(turns):
+    for turn in list_turns(turns):
         if "role" in turn:  # else `check_turns` explains it
             _check_keys(turn, chat_template)
         has_parts = isinstance(turn.get("content"), list | dict)
@@ -345,7 +345,7 @@ def check_filled(turns: Any, chat_template: Any) -> None:
         turns: Conversation with TRL's keys, or another value, which has no turns.
         chat_template: Text of the chat template of the training, a mapping of several ones, or None.
     """
-    for turn in _list_turns(turns):
+    for turn in list_turns(turns):
         if "role" not in turn:
             continue  # which `check_turns` explains
         if turn.get("content") is None and not _replaces_content(turn, chat_template):

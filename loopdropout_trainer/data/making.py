@@ -23,6 +23,7 @@ from loopdropout_trainer.data.columns import (
     warn_about_other_format,
     warn_about_text_fields,
     warn_about_unused,
+    warn_about_weights,
 )
 from loopdropout_trainer.data.examples import Examples, LeftOut
 from loopdropout_trainer.data.formats import (
@@ -103,6 +104,7 @@ def _find_used_columns(rows: Dataset, data: DataSource, args: DataArguments) -> 
     check_columns(columns, args.formats, mapping, template_fields, rows, data, is_mixture, is_held_out)
     unused = {*rows.column_names} - {*columns} - {*mapping.values()}
     warn_about_unused(unused, columns, data)
+    warn_about_weights(rows, [mapping.get(name, name) for name in columns], data)
     if args.preparation not in PACKAGED_PREPARATIONS:  # which may read any columns
         return columns
     warn_about_mapping(mapping, columns, data)

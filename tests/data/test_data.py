@@ -864,6 +864,12 @@ def test_csv_file_without_a_header_is_named(tmp_path, tokenizer):
             "seems to have no header line, .* Add a first line .*, such as `prompt,completion`, and the sep"
         ):
             load_datasets(arguments, tokenizer)
+    other = tmp_path / "other.csv"  # the first part of a file that was cut into two
+    other.write_text("prompt,completion\nWhat is 1 + 1?,2\n")
+    with user_error(
+        "got prompt, completion in .*other.csv and 3, 3.1 in .*rows.csv. The file seems .* `prompt,completion`,"
+    ):
+        load_datasets(SFTDataArguments(train_files=[str(other), str(file)]), tokenizer)
     file.write_text("Question text,Answer 2\nWhat is 2 + 3?,5\n")
     with user_error(r"for example `column_mapping: \{prompt: Question text, completion: Answer 2\}`"):
         load_datasets(arguments, tokenizer)
@@ -885,6 +891,14 @@ def test_chat_in_a_csv_cell_names_the_fix():
         "`messages` must be a list of turns .* Parse the text by `json.loads`, and save the rows as JSON Lines."
     ):
         check_turns("messages", '[{"role": "user", "content": "Hi"}]')
+
+
+def test_weights_of_turns_are_ignored_with_a_warning(tmp_path, bytes_tokenizer, log):
+    question, answer = MADE_UP[0][:2]
+    for keys, is_warned in (({}, False), ({"weight": 0}, True)):
+        file = write_lines(tmp_path / "rows.jsonl", [{"chat": [question, {**answer, **keys}]}] * 3)
+        load_datasets(SFTDataArguments(train_files=[file], column_mapping={"messages": "chat"}), bytes_tokenizer)
+        assert ("The key `weight` of the turns in `chat` of " in log.text) == is_warned
 
 
 def test_chat_as_a_mapping_names_its_row_and_the_fix(load, bytes_tokenizer):
