@@ -44,6 +44,7 @@ from loopdropout_trainer.reports.loss_tables import (
     reduction_numbers,
 )
 from loopdropout_trainer.reports.missing_base import describe_missing_base, describe_missing_base_loss
+from loopdropout_trainer.reports.other_settings import describe_other_sweeps
 from loopdropout_trainer.reports.printing import making_report, print_notes, shorten_folders
 from loopdropout_trainer.reports.progress import leave_out_unmeasured
 from loopdropout_trainer.reports.rest import describe_other_gates, describe_rest
@@ -137,9 +138,11 @@ def main(argv: list[str] | None = None) -> None:
         if not specs:
             summarize(final, output_dir, has_left_out=len(final) < len(results))
             report_comparison(args.folders, output_dir, final)
-        left_out = [*results.attrs["left_out"].splitlines(), *describe_left_out_runs(results, final, args.folders)]
-        if left_out:
-            print_sentences("", *left_out)  # after the tables, which are the answer
+        remarks = [] if specs else describe_other_sweeps(final)  # a named table compares sweeps on purpose
+        remarks += results.attrs["left_out"].splitlines()
+        remarks += describe_left_out_runs(results, final, args.folders)
+        if remarks:
+            print_sentences("", *remarks)  # after the tables, which are the answer
 
 
 def find_output_dir(args: ReportArguments) -> Path:

@@ -1,4 +1,4 @@
-"""The settings in which a method and the LoRA that it is compared with differ, next to the method itself."""
+"""The settings in which a method and the LoRA that it is compared with differ, next to the method itself, or two sweeps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ import pandas as pd
 
 from loopdropout_trainer.errors import short_repr
 from loopdropout_trainer.gates import RULES
-from loopdropout_trainer.reports.frames import IGNORED
+from loopdropout_trainer.reports.frames import IGNORED, differing
+from loopdropout_trainer.reports.labels import name_methods
 from loopdropout_trainer.reports.recipe_columns import PREFIX, name_value, read_column
+from loopdropout_trainer.results.run_files import is_of_base
 from loopdropout_trainer.results.sweep_folder import find_chosen_rate, read_summaries
 
 
 _OF_METHOD = {"rule", "run_name", "compare_with"}
 """Fields of recipes that say which method it is, next to the fields of its rule."""
+
+_MOST_SWEEPS = 4
+"""Number of sweeps whose values of a setting a sentence names."""
 
 NOT_CHOSEN = "which its sweep did not choose"
 """Remark about a learning rate."""
@@ -98,3 +103,29 @@ def explain_other_settings(numbers: pd.DataFrame) -> list[str]:
     if not parts:
         return []
     return [f"Other settings than those of LoRA, from which a difference can come, too: {'; '.join(parts)}."]
+
+
+def describe_other_sweeps(results: pd.DataFrame) -> list[str]:
+    """Return a sentence about the settings that each sweep has another value of for the same method, or nothing without any.
+
+    Labels have the names of the sweeps instead of these settings, and learning rates if they differ.
+
+    Args:
+        results: Results of a report.
+    """
+    trained = results[~is_of_base(results) & results["sweep"].notna()]
+    texts: dict[str, None] = {}
+    for _, rows in trained.groupby(name_methods(trained), sort=False):
+        for column in differing(rows.loc[:, rows.columns.str.startswith(PREFIX)]):
+            name = column.removeprefix(PREFIX)
+            if name in _OF_METHOD or name == "learning_rate":
+                continue
+            values = read_column(rows, column).map(_name_setting)
+            of_sweeps = values.groupby(rows["sweep"], sort=False).unique()
+            if (of_sweeps.map(len) == 1).all():  # else the labels have it
+                listed = [f"{sweep}: {own[0]}" for sweep, own in of_sweeps.items()]
+                text = f" ({', '.join(listed)})" if len(listed) <= _MOST_SWEEPS else ""
+                texts[f"{name}{text}"] = None
+    if not texts:
+        return []
+    return [f"Other settings between the sweeps, from which a difference can come, too: {', '.join(sorted(texts))}."]

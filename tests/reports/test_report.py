@@ -983,8 +983,8 @@ def test_summary_has_tasks_together_and_no_rejected_rates(tmp_path, capsys):
         assert [*table[["task", "K", "method"]].itertuples(index=False, name=None)] == places
 
 
-def write_runs(folder, rates_and_seeds, sweep="mine"):
-    """Write the held-out losses of runs of a sweep, by learning rate and seed."""
+def write_runs(folder, rates_and_seeds, sweep="mine", **settings):
+    """Write the held-out losses of runs of a sweep with some settings, by learning rate and seed."""
     for rate, seeds in rates_and_seeds.items():
         for seed in seeds:
             run_name = f"{sweep}/lora/lr_{rate:g}/seed_{seed}"
@@ -997,20 +997,25 @@ def write_runs(folder, rates_and_seeds, sweep="mine"):
                 "gates": "none",
                 "seed": None,
             }
-            write(folder / run_name, [row, base], {"run_name": run_name, "learning_rate": rate})
+            write(folder / run_name, [row, base], {"run_name": run_name, "learning_rate": rate, **settings})
 
 
 def test_sweeps_are_reported_next_to_each_other(tmp_path, capsys):
-    """Each with its number of seeds, if they differ."""
-    write_runs(tmp_path, {0.001: [1, 2]})
-    write_runs(tmp_path, {0.001: [1]}, "other")
+    """Each with its number of seeds, if they differ, and with its settings, which the name of the sweep replaces in labels."""
+    write_runs(tmp_path, {0.001: [1, 2]}, max_steps=20)
+    write_runs(tmp_path, {0.001: [1]}, "other", max_steps=40)
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
     printed = capsys.readouterr().out
     assert re.search(r"LoRA, sweep = mine +2.5000 ± 0.7071 +2 *\n", printed)
     assert re.search(r"LoRA, sweep = other +2.0000 +1 *\n", printed)
+    text = (
+        "Other settings between the sweeps, from which a difference can come, too: max_steps (mine: 20, other: 40).\n"
+    )
+    assert text in printed
     report.main([str(tmp_path / "mine"), "--output_dir", str(tmp_path / "report")])
     column = r"(?m)^method +loss +seeds *$"
-    assert re.search(column, printed) and not re.search(column, capsys.readouterr().out)
+    of_one = capsys.readouterr().out
+    assert re.search(column, printed) and not re.search(column, of_one) and "between the sweeps" not in of_one
     losses = tables.loss_numbers(frames.load_results(tmp_path))
     print_lowest(losses)
     text = "The held-out losses are not compared, because the methods have different seeds"
