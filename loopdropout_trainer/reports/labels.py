@@ -11,8 +11,8 @@ import pandas as pd
 
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.reports.frames import differing
-from loopdropout_trainer.results.run_files import BASE_MODEL, is_of_base
-from loopdropout_trainer.results.sweep_folder import methods_of, read_summaries
+from loopdropout_trainer.results.run_files import BASE_MODEL, is_of_base, read_recipe
+from loopdropout_trainer.results.sweep_folder import RUN_NAME, methods_of, read_summaries
 
 
 def labelled(results: pd.DataFrame) -> pd.DataFrame:
@@ -73,6 +73,21 @@ def name_methods(results: pd.DataFrame) -> pd.Series:
     is_rule = variants.isin(RULES) | (variants == rules)
     is_own = variants.notna() & ~is_rule & ~is_of_base(results)
     return variants.where(is_own, results["method"])
+
+
+def name_as_in_report(results: pd.DataFrame) -> pd.DataFrame:
+    """Return new results of adapters in the order of a report, with the names that their methods have there as `label`.
+
+    Args:
+        results: Results with the columns `method` and `adapter`, the folder of each adapter.
+    """
+    recipes = {adapter: read_recipe(adapter) for adapter in results["adapter"].dropna().unique()}
+    run_names = results["adapter"].map(lambda adapter: str(recipes[adapter].get("run_name")), na_action="ignore")
+    rules = results["adapter"].map(lambda adapter: recipes[adapter].get("rule"), na_action="ignore")
+    variants = run_names.astype(str).str.extract(RUN_NAME)["variant"]
+    named = results.assign(run=results["adapter"], variant=variants, recipe_rule=rules)
+    named["label"] = name_methods(named)
+    return named.sort_values("label", key=lambda labels: labels.map(order_labels(named)), kind="stable")
 
 
 def find_label_fields(results: pd.DataFrame) -> pd.Series:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, compare_answers, describe_profile, explain_disagreements
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.reports.labels import name_as_in_report
 from loopdropout_trainer.reports.loss_tables import title_losses
 from loopdropout_trainer.reports.tables import OWN_FAMILY, name_examples
 from loopdropout_trainer.results.run_files import read_samples
@@ -198,9 +199,12 @@ def print_losses(results: pd.DataFrame) -> None:
 def print_diagnostics(rows: list[dict[str, Any]]) -> None:
     """Print a table of each diagnostic of `loopdropout diagnose`, and the profile of LoRA."""
     results = pd.DataFrame(rows)
+    results["is_lora"] = results["method"] == "LoRA"
     if "adapter" in results:
-        is_shared = results.groupby("method")["adapter"].transform("nunique") > 1
+        results = name_as_in_report(results)
+        is_shared = results.groupby("label")["adapter"].transform("nunique") > 1
         is_of_adapter = results["adapter"].notna()  # the base model has results of its own
+        results["method"] = results["label"]
         results.loc[is_shared & is_of_adapter, "method"] += ", " + shorten_folders(results["adapter"])
     curvatures = results.query("metric == 'curvature'")
     if len(curvatures):
@@ -210,9 +214,8 @@ def print_diagnostics(rows: list[dict[str, Any]]) -> None:
     print_loss_reductions(results)
     reductions = results.query("metric == 'loss_reduction'")
     for method, own in reductions.query("gates != 'unit'").groupby("method", sort=False):
-        is_lora = "LoRA" in method.split(", ")
         has_recipe = own["seed"].notna().all()
-        if is_lora or not has_recipe:
+        if own["is_lora"].all() or not has_recipe:
             print()
             print_sentences(f"{method}: {describe_profile(own.groupby('loop')['value'].mean(), own['n'].iloc[0])}")
 

@@ -422,6 +422,17 @@ def test_diagnose_of_a_sweep_prints_mean_losses(sweep, tmp_path, capsys):
     assert len(tables) == 4 and {*tables} <= {*shown.splitlines()}
 
 
+def test_diagnosed_runs_of_a_sweep_have_the_names_and_the_order_of_its_report(sweep, tmp_path, capsys):
+    for run in sweep.rglob("recipe.yaml"):
+        run.write_text(run.read_text().replace("run_name: mine/loop_dropout", "run_name: mine/ours"))
+    (sweep / "loop_dropout").rename(sweep / "ours")
+    runs = [str(sweep / method / "lr_0.001/seed_1") for method in ("ours", "lora")]
+    options = ["--diagnostics", "single_loop", "--num_examples", "2", "--output_dir", str(tmp_path / "out")]
+    load_script("recipes/diagnose.py").main([*runs, *options])
+    names = re.findall(r"^(LoRA|ours|Loop Dropout) +[\d.-]+", capsys.readouterr().out, re.MULTILINE)
+    assert names == ["LoRA", "ours"]
+
+
 def test_diagnose_of_a_sweep_without_a_choice_says_so(sweep, capsys):
     update_summary(sweep, choices={name: {"best": None, "remark": "Wait."} for name in ("lora", "loop_dropout")})
     load_script("recipes/diagnose.py").main([str(sweep), "--diagnostics", "single_loop", "--num_examples", "2"])
