@@ -30,6 +30,7 @@ from loopdropout_trainer.data.sources import (
     file_kind,
     uncompressed_ending,
 )
+from loopdropout_trainer.data.unread_files import warn_of_unread
 from loopdropout_trainer.errors import UserError, hint_at_login, short_repr
 from loopdropout_trainer.hints import file_hint, list_hint
 from loopdropout_trainer.limits import check_encoding, check_nesting
@@ -290,7 +291,9 @@ def _read_dataset(source: DataSource) -> Dataset:
     place = {"data_dir": source.data_dir, "data_files": source.data_files}
     if not Path(source.path).is_dir():
         return load_dataset(*names, revision=source.revision, split=source.split, **place)
-    return _read_local(load_dataset_builder(*names, **place), *names, split=source.split, **place)
+    builder = load_dataset_builder(*names, **place)
+    warn_of_unread(source, builder)
+    return _read_local(builder, *names, split=source.split, **place)
 
 
 def _read_local(builder: DatasetBuilder, *names: str | None, **options: Any) -> Dataset:

@@ -465,6 +465,29 @@ def test_saved_dataset_names_the_fix(bytes_tokenizer, tmp_path):
         load_datasets(DataArguments(dataset_name=str(tmp_path / "saved")), bytes_tokenizer)
 
 
+def test_files_of_a_folder_that_are_not_read_are_named(bytes_tokenizer, tmp_path, log):
+    """`datasets` reads one kind of file, and train.jsonl before other names. A README.md can say which files are meant."""
+    folder = tmp_path / "chats"
+    (folder / "more").mkdir(parents=True)
+    write_lines(folder / "a.jsonl", [PAIR, PAIR])
+    arguments = DataArguments(dataset_name=str(folder))
+    load_datasets(arguments, bytes_tokenizer)
+    (folder / "notes.txt").write_text("not of the data")
+    (folder / ".hidden.jsonl").write_text("{}")
+    load_datasets(arguments, bytes_tokenizer)
+    assert "Not read" not in log.text
+    (folder / "more/b.csv").write_text("prompt,completion\na,b\n")
+    load_datasets(arguments, bytes_tokenizer)
+    assert f"Not read in the folder {folder}: more/b.csv. `datasets` reads files of one kind" in log.text
+    write_lines(folder / "train.jsonl", [PAIR])
+    assert len(load_datasets(arguments, bytes_tokenizer)["train"]) == 1
+    assert f"{folder}: a.jsonl and more/b.csv. " in log.text
+    log.clear()
+    (folder / "README.md").write_text("It describes the data.")
+    load_datasets(arguments, bytes_tokenizer)
+    assert "Not read" not in log.text
+
+
 @pytest.mark.parametrize("number", [24, 400])
 @pytest.mark.parametrize("preparation", [None, "tulu2"])
 def test_at_least_one_example_is_not_held_out(load, bytes_tokenizer, preparation, number):
