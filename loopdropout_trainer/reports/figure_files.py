@@ -12,7 +12,7 @@ import pandas as pd
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.reports.comparing import PAIRED_SEEDS
-from loopdropout_trainer.reports.figures import describe_points, points
+from loopdropout_trainer.reports.figures import describe_fewer_seeds, describe_points, points
 from loopdropout_trainer.reports.frames import average, has_method
 from loopdropout_trainer.reports.hidden_lines import describe_hidden_lines
 from loopdropout_trainer.reports.labels import name_methods, order_labels
@@ -81,7 +81,7 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
         sides = [rows[rows["label"] == label] for label in (ours, other)]
         by_pair.append(pair_places(*sides, ["panel", x]))
     gains = pd.concat(by_pair) if by_pair else None
-    sentences = [describe_points(data)]
+    sentences = [describe_points(data), describe_fewer_seeds(data, x, dict.fromkeys(spec["panels"], x))]
     if gains is not None:
         sentences += describe_pairs(gains)
     sentences.append(describe_hidden_lines(data, x))

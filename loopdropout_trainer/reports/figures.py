@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from loopdropout_trainer.errors import count
 from loopdropout_trainer.reports.frames import average, tasks_of
 from loopdropout_trainer.reports.hidden_lines import describe_hidden_lines
 from loopdropout_trainer.reports.labels import has_seeds, labelled
+from loopdropout_trainer.reports.recipe_columns import name_value
 from loopdropout_trainer.reports.tables import split_reductions
 from loopdropout_trainer.results.run_files import BASE_MODEL, is_of_base
 from loopdropout_trainer.results.sweep_scores import PER_TOKEN, name_loss_unit
@@ -136,11 +138,12 @@ def overview_figure(results: pd.DataFrame) -> Any:
     data["panel"] = pd.Categorical(data["panel"], [panel for panel in panels if panel in {*data["panel"]}])
     data = data.sort_values("panel", kind="stable")
     axes = pd.DataFrame(labels, [*panels])
+    names_of_x = {**dict.fromkeys(panels, "t"), AT_DEPTHS: "K"}
     drawn = pd.concat([of_all_loops.sort_values("num_loops", kind="stable"), accuracy.dropna(subset="loop")])
     sentences = [
         describe_points(data),
         describe_hidden_lines(data, "loop"),
-        _describe_fewer_seeds(data),
+        describe_fewer_seeds(data, "loop", names_of_x),
         about_base,
         _describe_problems(drawn),
     ]
@@ -151,23 +154,33 @@ def overview_figure(results: pd.DataFrame) -> Any:
     return figure
 
 
-def _describe_fewer_seeds(data: pd.DataFrame) -> str:
-    """Return a sentence about the points of an overview over fewer seeds than others of their line, or "" without any."""
+def describe_fewer_seeds(data: pd.DataFrame, x: str, axes: Mapping[str, str]) -> str:
+    """Return sentences about lines over other numbers of seeds than others, and points over fewer than their line, or "".
+
+    Args:
+        data: From `points`, with the columns `panel`, `label` and `x`.
+        x: Column of the points of a line.
+        axes: Name of the axis of `x` in each panel.
+    """
     own = data[has_seeds(data["label"])]
+    sentences = []
+    most_of_lines = own.groupby("label", observed=True)["num_seeds"].max()
+    if most_of_lines.nunique() > 1:
+        counts = [f"{label} {number}" for label, number in most_of_lines.items()]
+        sentences.append(f"The lines have different numbers of seeds: {', '.join(counts)}.")
     most = own.groupby(["panel", "label"], observed=True)["num_seeds"].transform("max")
     texts = []
     for (panel, label), fewer in own[own["num_seeds"] < most].groupby(["panel", "label"], observed=True):
         places = ", ".join(
-            f"{loop:.0f} ({count(seeds, 'seed')})"
-            for loop, seeds in zip(fewer["loop"], fewer["num_seeds"], strict=True)
+            f"{name_value(place)} ({count(seeds, 'seed')})"
+            for place, seeds in zip(fewer[x], fewer["num_seeds"], strict=True)
         )
-        axis = "K" if panel == AT_DEPTHS else "t"
-        texts.append(f"{label} at {axis} = {places}")
-    if not texts:
-        return ""
-    return (
-        f"Points over fewer seeds than the rest of their line, which are not comparable with it: {'; '.join(texts)}."
-    )
+        texts.append(f"{label} at {axes[panel]} = {places}")
+    if texts:
+        sentences.append(
+            f"Points over fewer seeds than the rest of their line, which are not comparable with it: {'; '.join(texts)}."
+        )
+    return " ".join(sentences)
 
 
 def _describe_base_points(accuracy: pd.DataFrame) -> str:

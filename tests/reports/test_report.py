@@ -1605,6 +1605,14 @@ def test_figures_say_what_their_bands_are(finished_sweep, capsys):
         "Points over fewer seeds than the rest of their line, which are not comparable with it: LoRA at K = 6 (1 seed)."
         in caption
     )
+    results = final_results(frames.load_results(finished_sweep))
+    fewer = results[(results["seed"] != 2) | (results["method"] != "Loop Dropout")]
+    own = figure_files.build_figure(
+        {**DEPTHS, "panels": {"all": {}}, "gain_over": {}, "x": "num_loops", "filter": {"task": "b"}}, fewer
+    )
+    caption = " ".join(own.labels.caption.split())
+    assert "The lines have different numbers of seeds: LoRA 2, Loop Dropout 1." in caption
+    assert "LoRA at num_loops = 6 (1 seed)." in caption
 
 
 def test_equal_lines_of_a_figure_are_named():
