@@ -44,12 +44,13 @@ from loopdropout_trainer.reports.loss_tables import (
     reduction_numbers,
 )
 from loopdropout_trainer.reports.missing_base import describe_missing_base, describe_missing_base_loss
+from loopdropout_trainer.reports.missing_numbers import LeftOut, Missing, Misspelled, is_found
 from loopdropout_trainer.reports.other_settings import describe_other_sweeps
 from loopdropout_trainer.reports.printing import making_report, print_notes, shorten_folders
 from loopdropout_trainer.reports.progress import leave_out_unmeasured
 from loopdropout_trainer.reports.rest import describe_other_gates, describe_rest
 from loopdropout_trainer.reports.saved_tables import TableText, describe_sizes, save_layout, save_table
-from loopdropout_trainer.reports.table_files import Missing, Misspelled, build_table
+from loopdropout_trainer.reports.table_files import build_table
 from loopdropout_trainer.reports.tables import (
     ACCURACY_TITLE,
     CHOICE_TITLE,
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
     with making_report(output_dir, () if specs else OF_SUMMARY):
         final = final_results(results, args.checkpoints, args.folders)
         for name, spec in specs.items():
-            make_named(name, spec, final, output_dir)
+            make_named(name, spec, final, results, output_dir)
         if not specs:
             summarize(final, output_dir, has_left_out=len(final) < len(results))
             report_comparison(args.folders, output_dir, final)
@@ -196,17 +197,31 @@ def read_table(name: str) -> dict[str, Any]:
     return load_recipe(f"tables/{name}.yaml")
 
 
-def make_named(name: str, spec: dict[str, Any], results: pd.DataFrame, output_dir: Path) -> None:
-    """Make the table or the figure of a YAML file, or print what is missing for it."""
+def make_named(
+    name: str, spec: dict[str, Any], results: pd.DataFrame, all_results: pd.DataFrame, output_dir: Path
+) -> None:
+    """Make the table or the figure of a YAML file, or print what is missing for it.
+
+    Args:
+        name: Name or path of the file.
+        spec: Its content.
+        results: From `final_results`.
+        all_results: From `load_results`. A number that only these have is left out, and no command measures it.
+        output_dir: Folder of the report.
+    """
     path = output_dir / Path(name).stem
     try:
         if "figure" in spec:
             draw_figure(build_figure(spec, results), path)
             return
-        table, notes = build_table(spec, results)
+        table, notes = build_table(spec, results, all_results)
         save_layout(spec, table, path, notes)
-    except Missing as reason:
-        commands = [] if isinstance(reason, Misspelled) else spec.get("made_by", [])
+    except Missing as error:
+        reason, commands = error, spec.get("made_by", [])
+        if isinstance(error, Misspelled):
+            commands = []
+        elif is_found(partial(build_figure, spec, all_results)):  # only figures raise it
+            reason, commands = LeftOut(error), []
         print_sentences(f"Missing: {spec['title']}: {reason}")
         print(*commands, sep="\n", end="\n" if commands else "")
 

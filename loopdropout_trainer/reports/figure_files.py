@@ -16,8 +16,9 @@ from loopdropout_trainer.reports.figures import describe_fewer_seeds, describe_p
 from loopdropout_trainer.reports.frames import average, has_method
 from loopdropout_trainer.reports.hidden_lines import describe_hidden_lines
 from loopdropout_trainer.reports.labels import name_methods, order_labels
+from loopdropout_trainer.reports.missing_numbers import Missing
 from loopdropout_trainer.reports.other_problems import are_on_other_problems
-from loopdropout_trainer.reports.table_files import Missing, check_fields, check_mappings, find
+from loopdropout_trainer.reports.table_files import check_fields, check_mappings, find
 from loopdropout_trainer.reports.tables import find_unpaired, name_seeds, paired_gains
 
 

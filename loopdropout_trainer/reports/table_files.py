@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -13,6 +14,7 @@ from loopdropout_trainer.errors import UserError, closest_match, docs_page, join
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.reports.cell_options import check_cell, check_options
 from loopdropout_trainer.reports.frames import average, has_method, select
+from loopdropout_trainer.reports.missing_numbers import LeftOut, Missing, Misspelled, describe_missing, is_found
 from loopdropout_trainer.reports.nearest_results import describe_nearest
 from loopdropout_trainer.reports.other_problems import is_score
 from loopdropout_trainer.reports.recipe_columns import (
@@ -27,14 +29,6 @@ from loopdropout_trainer.reports.recipe_texts import is_benchmark, show_setting
 from loopdropout_trainer.reports.tables import NUMBERS, compare, mean_numbers, mean_sd, paired_gains
 from loopdropout_trainer.results.run_files import is_of_base
 from loopdropout_trainer.terminal import format_fixed
-
-
-class Missing(UserError):
-    """A number that the results do not contain."""
-
-
-class Misspelled(Missing):
-    """A number that the results do not contain, but one with a similar name. No command measures it."""
 
 
 def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
@@ -317,15 +311,18 @@ def name_example(example: str) -> str:
     return f"`{join_command('recipes', f'tables/{example}.yaml')}` prints an example."
 
 
-def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+def build_table(
+    spec: dict, results: pd.DataFrame, all_results: pd.DataFrame | None = None
+) -> tuple[pd.DataFrame, list[str]]:
     """Return a table with one line for each number, next to the paper's, and lines about the missing numbers.
 
-    The last of these lines are the commands that measure them, unless all of them are only misspelled.
+    The last of these lines are the commands that measure them, unless all of them are only misspelled or left out.
     The columns `CELL_NUMBERS` have the numbers of the text in the column `here`.
 
     Args:
         spec: content of a YAML file (docs/reports.md).
-        results: from `load_results`.
+        results: from `load_results`, or those of them that the report shows.
+        all_results: from `load_results`. A number that only these have is `LeftOut`. Default: `results`.
     """
     check_fields(spec, {"title": str, "heads": dict, "columns": dict, "rows": list}, "table", "p_study")
     check_parts(spec)
@@ -334,9 +331,13 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     for heads, title, wanted, paper in read_numbers(spec):
         defaults = decimals if wanted.get("minus") else {}
         text, numbers = "–", {}
+        options = {**defaults, **wanted}
         try:
-            text, numbers = fill_cell(results, **{**defaults, **wanted})
-        except Missing as reason:
+            text, numbers = fill_cell(results, **options)
+        except Missing as error:
+            reason = error
+            if all_results is not None and is_found(partial(fill_cell, all_results, **options)):
+                reason = LeftOut(error)
             minus = wanted.get("minus") or {}
             is_own = bool(minus) and minus.items() <= wanted.items()  # of a method to itself, which is always a dash
             if not is_own:
@@ -348,7 +349,7 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     texts = table.drop(columns=CELL_NUMBERS).dropna(axis=1, how="all").astype(object).fillna("–").astype(str)
     numbers = table[CELL_NUMBERS].assign(chose=table["chose"].eq(True))
     notes = describe_missing(missing)
-    if not all(isinstance(reason, Misspelled) for _, _, reason in missing):
+    if not all(isinstance(reason, Misspelled | LeftOut) for _, _, reason in missing):
         notes += spec.get("made_by", [])
     return texts.join(numbers), notes
 
@@ -361,27 +362,6 @@ def find_decimals(spec: dict) -> int:
         if is_mean and isinstance(column.get("decimals"), int):
             decimals.append(column["decimals"])
     return max(decimals, default=2)
-
-
-def describe_missing(missing: list[tuple]) -> list[str]:
-    """Return a sentence for each sweep about its missing numbers.
-
-    Args:
-        missing: The sweep or the sweeps, the place in the table and the reason of each missing number.
-    """
-    by_sweep: dict[str, list[tuple]] = {}
-    for sweep, place, reason in missing:
-        sweeps = sweep if isinstance(sweep, list) else [sweep]
-        by_sweep.setdefault(" or ".join(map(str, sweeps)), []).append((place, reason))
-    sentences = []
-    for sweep, places in by_sweep.items():
-        place, reason = places[0]
-        if len(places) == 1:
-            sentences.append(f"Missing: {place}: {reason}")
-            continue
-        of_sweep = "" if sweep == "None" else f" of the sweep {sweep}"
-        sentences.append(f"Missing: {len(places)} numbers{of_sweep}. The first is {place}: {reason}")
-    return sentences
 
 
 NOT_COMPARED = {"show", "minus", "part", "of", "recipe", "metric"}

@@ -1066,6 +1066,18 @@ def test_own_table_leaves_out_runs_that_only_chose(tmp_path, capsys):
     report.main([str(tmp_path), "--output_dir", str(tmp_path), "--tables", str(tmp_path / "mine.yaml")])
     assert "Left out: 2 runs that only chose a learning rate." in capsys.readouterr().out
     assert pd.read_csv(tmp_path / "mine.csv")["here"].to_list() == ["3.50 ± 0.71"]
+    only_left_out = {
+        **spec,
+        "filter": {**spec["filter"], "recipe_learning_rate": 0.001},
+        "made_by": ["loopdropout sweep x"],
+    }
+    figure = {**DEPTHS, "filter": only_left_out["filter"], "panels": {"all": {}}, "gain_over": {}}
+    for file in (only_left_out, figure):
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
+        report.main([str(tmp_path), "--output_dir", str(tmp_path), "--tables", str(tmp_path / "mine.yaml")])
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "The report leaves out results that have it. Its last lines say how to include them." in printed
+        assert "Name their folders, too" in printed and "loopdropout sweep" not in printed
 
 
 @pytest.mark.parametrize(
