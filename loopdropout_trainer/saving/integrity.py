@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +44,9 @@ _EDITABLE = (
 
 _UNRECORDED = ("README.md", CHECKSUMS_FILE)
 
+_MODEL_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+"""Weights of a whole model, in one file or in several with their index. A loader reads the one file first."""
+
 
 @contextmanager
 def saving(folder: str | Path, patterns: Iterable[str] = ("**/*",)) -> Iterator[None]:
@@ -54,10 +59,59 @@ def saving(folder: str | Path, patterns: Iterable[str] = ("**/*",)) -> Iterator[
     Raises:
         UserError: If the folder cannot be written, or the disk is full.
     """
-    try:
+    with _explain_write_errors(folder):
         begin(folder)
         yield
         record(folder, patterns)
+
+
+@contextmanager
+def replacing_model(folder: str | Path) -> Iterator[Path]:
+    """Yield a new folder for the files of a model, which replace those of a former model only after the block.
+
+    If the block raises an exception or is interrupted, the former model stays. The disk must have space for both.
+
+    Args:
+        folder: Folder of the model, which may hold other files, too.
+
+    Raises:
+        UserError: If the folder cannot be written, or the disk is full.
+    """
+    folder = Path(folder)
+    new = folder / f".new.{os.getpid()}"  # on the same disk, and with a name in `TEMPORARY_FILES`
+    with _explain_write_errors(folder):
+        check_links(folder)
+        for left in folder.glob(".new.[0-9]*"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            begin(new)
+            yield new
+            record(new, MODEL_FILES)
+            _move_model(new, folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+
+def _move_model(new: Path, folder: Path) -> None:
+    """Move the files of a complete model into another folder, in place of the model there."""
+    begin(folder)
+    files = [path for path in new.rglob("*") if path.is_file() and path.name != CHECKSUMS_FILE]
+    former = {path for pattern in _MODEL_WEIGHTS for path in folder.glob(pattern)}
+    moved = [folder / path.relative_to(new) for path in files]
+    for path in former.difference(moved):
+        path.unlink()
+    for path, target in zip(files, moved, strict=True):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
+    sync_files(moved)
+    write_file(folder / CHECKSUMS_FILE, read_text(new / CHECKSUMS_FILE))
+
+
+@contextmanager
+def _explain_write_errors(folder: str | Path) -> Iterator[None]:
+    """Raise UserError if a folder cannot be written inside the block."""
+    try:
+        yield
     except Exception as error:
         reason = find_write_error(error)
         if reason is None:

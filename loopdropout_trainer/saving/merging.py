@@ -29,7 +29,6 @@ from loopdropout_trainer.errors import UserError, as_path, check_type, short_rep
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, is_enabled, merged_update
 from loopdropout_trainer.results.run_files import RECIPE_FILE
-from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.authors_format import write_authors_format
 from loopdropout_trainer.saving.cards import (
     CardFields,
@@ -42,6 +41,7 @@ from loopdropout_trainer.saving.cards import (
 )
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints
 from loopdropout_trainer.saving.facts import Source
+from loopdropout_trainer.saving.integrity import replacing_model
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.saving.pushing import (
     create_branch,
@@ -160,7 +160,8 @@ def merge_and_save(
     """Merge the adapter and save an ordinary checkpoint of the base model.
 
     The folder gets the weights in safetensors under the base model's own names, the configurations, the tokenizer and a model
-    card. `model` itself stays unmerged. A 4-bit base model is merged into its dequantized weights.
+    card. `model` itself stays unmerged. A 4-bit base model is merged into its dequantized weights. A former merged model in
+    the folder is replaced only after the new one is complete, so the disk must have space for both.
 
     Args:
         model: PEFT model over a looped model.
@@ -203,8 +204,11 @@ def merge_and_save(
     weights = merged_state_dict(model, scale)
     warn_of_untrained(model, output_dir, merges=True)
     _warn_of_surroundings(model, output_dir)
-    with integrity.saving(output_dir, integrity.MODEL_FILES):
-        _write_merged(output_dir, model, weights, processing_class, fields, scale, standalone)
+    with replacing_model(output_dir) as new_dir:
+        _write_merged(new_dir, model, weights, processing_class, fields.recipe, scale, standalone)
+    write_model_card(
+        output_dir, model, fields, merged_scale=scale
+    )  # which names the folder, and reads the files in it
     return output_dir
 
 
@@ -299,11 +303,11 @@ def _write_merged(
     model: PeftModel,
     weights: dict[str, Tensor],
     processing_class: PreTrainedTokenizerBase | None,
-    fields: CardFields,
+    recipe: str | None,
     scale: float,
     standalone: bool,
 ) -> None:
-    """Write the files of a merged model with `weights` and a card with `fields`. The others are as in `merge_and_save`."""
+    """Write the files of a merged model with `weights`, without its card. The others are as in `merge_and_save`."""
     base = model.get_base_model()
     saved = base
     if getattr(base.config, "quantization_config", None) is not None:
@@ -320,12 +324,11 @@ def _write_merged(
     (output_dir / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if processing_class is not None:
         processing_class.save_pretrained(output_dir)
-    if fields.recipe:
-        (output_dir / RECIPE_FILE).write_text(without_folders(fields.recipe), encoding="utf-8")
+    if recipe:
+        (output_dir / RECIPE_FILE).write_text(without_folders(recipe), encoding="utf-8")
     kind = "standalone model" if own_map else "merged model"
     facts = {"kind": kind, "scale": scale, "base_model": public_base_name(model)}
     write_metadata(output_dir, {**find_looped_model(model).trained_with, **facts})
-    write_model_card(output_dir, model, fields, merged_scale=scale)
 
 
 def push_merged_to_hub(

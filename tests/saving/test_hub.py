@@ -1,5 +1,7 @@
 """Loading, merging, model cards and pushes."""
 
+import copy
+import errno
 import json
 import re
 import threading
@@ -30,6 +32,7 @@ from loopdropout_trainer.models import OuroForCausalLM
 from loopdropout_trainer.results.run_files import write_results
 from loopdropout_trainer.saving.cards import name_repository, write_model_card
 from loopdropout_trainer.saving.command_line import name_sources
+from loopdropout_trainer.saving.integrity import find_damage
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.merging import describe_unusual_scale, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.saving.pushing import explain_push, keep_card, list_files, patterns_left_out
@@ -417,6 +420,29 @@ def test_merge_never_replaces_base_or_adapter(base, trained):
         ):
             merge_and_save(model, folder)
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device")], ids=str)
+def test_stopped_merge_keeps_the_former_model(tmp_path, tokenizer, error):
+    """Ctrl-C and a full disk between the files of the new model. Parts that a killed process left are deleted."""
+    folder, answers = tmp_path / "merged", tmp_path / "merged" / "samples.json"
+    tiny_ouro().save_pretrained(folder, max_shard_size="20KB")  # by another program
+    answers.write_text("{}")
+    (folder / ".new.1").mkdir()
+    merge_and_save(adapted(), folder, tokenizer)
+    assert [path.name for path in folder.glob("*.safetensors*")] == ["model.safetensors"] and find_damage(
+        folder
+    ) is None
+    before = {path: path.read_bytes() for path in folder.rglob("*")}
+    assert answers in before
+    stopping = copy.deepcopy(tokenizer)
+    stopping.save_pretrained = Mock(side_effect=error)
+    with pytest.raises((KeyboardInterrupt, UserError), match="merged cannot be written|^$"):
+        merge_and_save(adapted(), folder, stopping, scale=0.5)
+    assert {path: path.read_bytes() for path in folder.rglob("*")} == before
+    assert f"# {folder.name}\n" in card_of(merge_and_save(adapted(), folder, tokenizer, scale=0.5))
+    assert (folder / "model.safetensors").read_bytes() != before[folder / "model.safetensors"]
+    assert {*folder.rglob("*")} == {*before} and find_damage(folder) is None
 
 
 AUTO_MAP = {"AutoConfig": "configuration_ouro.OuroConfig", "AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM"}
