@@ -70,7 +70,7 @@ from loopdropout_trainer.reports.tables import (
     make_cost_table,
     split_reductions,
 )
-from loopdropout_trainer.reports.training_notes import describe_early_stops, describe_starts
+from loopdropout_trainer.reports.training_notes import describe_early_stops, describe_rates, describe_starts
 from loopdropout_trainer.reports.unpaired import explain_unpaired
 from loopdropout_trainer.results.run_files import (
     is_of_base,
@@ -272,6 +272,7 @@ def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:
         "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better.",
         *explain_differences(numbers),
         *explain_unpaired(numbers, numbers.index),
+        *describe_rates(results),
     ]
     if numbers["chose"].any():
         about.append(explain_choice("losses", has_tests(results)))
@@ -294,6 +295,7 @@ def report_accuracy(results: pd.DataFrame, output_dir: Path) -> bool:
     if len(numbers):
         methods = numbers.index.get_level_values("method")
         about = [*describe_sizes(numbers), *explain_differences(numbers), *explain_unpaired(numbers, methods)]
+        about += describe_rates(results)
         text = TableText(fit_title(ACCURACY_TITLE, numbers), about, describe_missing_base(results))
         save_table(numbers, accuracy_table(numbers), text, output_dir / "accuracy")
     of_choice = choice_numbers(results)

@@ -1,14 +1,43 @@
-"""Sentences about how the trainings of a report ran: those that stopped early, and those that did not start from zero."""
+"""Sentences about how the trainings of a report ran: their learning rates, early stops, and starts from trained weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from loopdropout_trainer.errors import UserError, count
-from loopdropout_trainer.results.run_files import is_of_training, read_own_results
+from loopdropout_trainer.reports.labels import labelled
+from loopdropout_trainer.results.run_files import is_of_base, is_of_training, read_own_results
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state, newest_checkpoint
 from loopdropout_trainer.saving.source import find_source
+
+
+RATE = "recipe_learning_rate"
+"""Column of the learning rate."""
+
+
+def describe_rates(results: pd.DataFrame) -> list[str]:
+    """Return a sentence with the learning rates of methods of sweeps, or nothing if there are none or the labels have them.
+
+    Args:
+        results: From `final_results`.
+    """
+    label_fields = results.reindex(columns=["label_fields"], fill_value="")[
+        "label_fields"
+    ]  # not without `final_results`
+    if RATE not in results or label_fields.str.contains(RATE).any():
+        return []
+    of_sweeps = results[results["sweep"].notna() & results[RATE].notna() & ~is_of_base(results)]
+    texts = {}
+    for label, rates in labelled(of_sweeps).groupby("label", sort=False)[RATE]:
+        texts[label] = " or ".join(f"{rate:g}" for rate in sorted(rates.unique()))
+    values = [*dict.fromkeys(texts.values())]
+    if len(values) > 1:
+        listed = [f"{label} {text}" for label, text in texts.items()]
+        return [f"Learning rates: {', '.join(listed)}."]
+    return [f"Learning rate: {value}." for value in values]
 
 
 def describe_early_stops(folders: Sequence[str]) -> list[str]:

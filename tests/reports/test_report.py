@@ -1053,6 +1053,19 @@ def test_report_shows_the_rates_of_a_sweep(tmp_path, capsys):
     out = capsys.readouterr().out  # a remark that methods share is there once
     assert out.count(remark) == 1 and f"\n  lora, coto, taper: {remark}\n" in out
     assert "\n  lora: learning rate 0.002.\n  coto: learning rate 0.001.\n" in out
+    table = (tmp_path / "mine/report/held_out_loss.md").read_text()
+    assert "Learning rate: 0.002." in table and "Learning rate: 0.002.\n" in out
+    for run in tmp_path.glob("mine/lora/lr_0.002/seed_*"):
+        row = {"metric": "eval_loss", "task": "training", "value": 1.0, "seed": int(run.name[-1])}
+        recipe = {"run_name": f"mine/coto/lr_0.001/{run.name}", "learning_rate": 0.001, "rule": "coto"}
+        write(tmp_path / recipe["run_name"], [row], recipe, method="CoTo")
+    report.main([str(tmp_path / "mine")])
+    out = capsys.readouterr().out
+    assert out.count("\nLearning rates: LoRA 0.002, CoTo 0.001.\n") == 1
+    report.main(
+        [str(tmp_path / "mine"), str(tmp_path / "mine/lora/lr_0.001"), "--output_dir", str(tmp_path / "rates")]
+    )
+    assert "Learning rate" not in capsys.readouterr().out  # the labels have them
 
 
 def test_own_table_leaves_out_runs_that_only_chose(tmp_path, capsys):
