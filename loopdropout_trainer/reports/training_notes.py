@@ -24,10 +24,7 @@ def describe_rates(results: pd.DataFrame) -> list[str]:
     Args:
         results: From `final_results`.
     """
-    label_fields = results.reindex(columns=["label_fields"], fill_value="")[
-        "label_fields"
-    ]  # not without `final_results`
-    if RATE not in results or label_fields.str.contains(RATE).any():
+    if RATE not in results or "label_fields" not in results or results["label_fields"].str.contains(RATE).any():
         return []
     of_sweeps = results[results["sweep"].notna() & results[RATE].notna() & ~is_of_base(results)]
     texts = {}

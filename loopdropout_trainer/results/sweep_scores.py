@@ -133,11 +133,11 @@ def describe_edge(scores: Mapping[float, tuple[float, float]], best: float, exte
     """
     remarks = []
     if best in (min(scores), max(scores)):
-        side = "smaller" if best == min(scores) else "larger"
+        side, end = ("smaller", "smallest") if best == min(scores) else ("larger", "largest")
         remedy = f"a {side} one to `--learning_rates`"
         if not extend_grid:
             remedy = f"`--extend_grid true`, or {remedy}"
-        remarks.append(f"It is at the edge of the grid. Add {remedy}.")
+        remarks.append(f"The best rate is the {end} of the grid. Add {remedy}.")
     ties = [f"{rate:g}" for rate, (score, _) in scores.items() if score == scores[best][0]]
     if len(ties) > 1:
         remarks.append(

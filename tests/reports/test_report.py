@@ -1042,7 +1042,7 @@ def test_methods_of_two_sweeps_are_compared_in_each_one(tmp_path):
 
 def test_report_shows_the_rates_of_a_sweep(tmp_path, capsys):
     write_runs(tmp_path, {0.001: [1], 0.002: [1, 2]})
-    remark = "It is at the edge of the grid."
+    remark = "The best rate is the largest of the grid."
     update_summary(tmp_path / "mine", choices={"lora": {"rates": [0.001, 0.002], "best": 0.002, "remark": remark}})
     report.main([str(tmp_path / "mine")])
     chosen = f"The sweep in {tmp_path}/mine has chosen:\n  lora: learning rate 0.002. {remark}\n"

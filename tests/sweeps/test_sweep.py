@@ -583,7 +583,7 @@ def test_sweep_breaks_ties_by_held_out_loss(lab, scores, losses, best, names):
     assert choice.best == best and f"The selection was uninformative. {names} have equal scores" in choice.remark
 
 
-EDGE = "It is at the edge of the grid. Add a smaller one to `--learning_rates`."
+EDGE = "The best rate is the smallest of the grid. Add a smaller one to `--learning_rates`."
 GRIDS = {  # scores: the learning rates in the order of their runs, the choice, the remark
     "inside": ({"0.0025": 6, "0.005": 8, "0.01": 7}, [0.01, 0.02, 0.04, 0.005, 0.0025], 0.005, ""),
     "limit": ({"0.000625": 9, "0.00125": 8, "0.0025": 7, "0.005": 6, "0.01": 5},
@@ -1274,15 +1274,15 @@ def test_plan_of_methods_with_their_own_evaluations_has_a_line_for_each(lab, cap
 @pytest.mark.parametrize(
     ("scores", "remedy"),
     [
-        ({"0.01": 9}, "`--extend_grid true`, or a smaller one to `--learning_rates`."),
-        ({"0.04": 9}, "`--extend_grid true`, or a larger one to `--learning_rates`."),
+        ({"0.01": 9}, "smallest of the grid. Add `--extend_grid true`, or a smaller one to `--learning_rates`."),
+        ({"0.04": 9}, "largest of the grid. Add `--extend_grid true`, or a larger one to `--learning_rates`."),
     ],
 )
 def test_choice_at_the_edge_names_the_remedy(lab, capsys, scores, remedy):
     """Once for all methods with the same remedy."""
     lab.set_world(scores)
     made = lab.run(methods=["lora", "loop_dropout"], seeds=[101])
-    remark = f"It is at the edge of the grid. Add {remedy}"
+    remark = f"The best rate is the {remedy}"
     assert made.choice("lora").remark == remark
     with patch.object(sweep, "read_score") as read:  # the folders of a grid that is not extended need no file
         assert len(list_own_folders(made)) == 6
