@@ -20,7 +20,7 @@ from loopdropout_trainer.errors import UserError, closest_match, count, short_re
 from loopdropout_trainer.gate_state import GatedBatch, find_examples
 from loopdropout_trainer.gate_values import as_gate_matrix
 from loopdropout_trainer.gates import Draw, GateRule, change_p, make_rule
-from loopdropout_trainer.gates.rule import as_rule
+from loopdropout_trainer.gates.rule import as_rule, fields_of
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import (
     adapted_layers,
@@ -305,6 +305,16 @@ class LoopDropoutHandle:
         self.last_gates = GatedBatch(gates, token_examples, num_examples=len(ids))
         self.num_draws += 1
         self.gate_state.set(self.last_gates)
+        self._record_rule()
+
+    def _record_rule(self) -> None:
+        """Keep the rule with the active adapter, whose card and `loop_dropout.json` then name it."""
+        own_loop = fields_of(self.rule)
+        if "sample" in vars(self) or type(self).sample is not LoopDropoutHandle.sample:
+            own_loop = {"rule": "gates of the program"}
+        settings = self.looped.trained_with
+        if settings.get("own_loop") != own_loop:
+            self.looped.trained_with = {**settings, "own_loop": own_loop}
 
     @torch.compiler.disable
     def _reset_gates(self, backbone: nn.Module, args: tuple, output: Any) -> None:

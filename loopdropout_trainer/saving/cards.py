@@ -42,7 +42,7 @@ from loopdropout_trainer.saving.checkpoints import (
     describe_unsaved_best,
     load_state,
 )
-from loopdropout_trainer.saving.trainings import is_untrained
+from loopdropout_trainer.saving.trainings import describe_own_loop, is_untrained
 
 
 CARD_FILE = "README.md"
@@ -172,6 +172,7 @@ def _describe_training(model: PeftModel, fields: CardFields, merged_scale: float
         "Training objective": settings.get("objective"),
         "Training rule": getattr(RULES.get(rule), "title", rule),
         "Drop probability p": settings.get("p"),
+        "Gates of another training loop": describe_own_loop(settings),
         "Trained from the adapter": name_on_cards(settings.get("initial_adapter")),
         "Trained before": "; ".join(settings.get("earlier_trainings") or ()) or None,
         "LoRA rank / alpha": f"{lora.r} / {lora.lora_alpha}",

@@ -46,6 +46,7 @@ _TYPES = {
     "step": int | None,
     "stopped": str | None,
     "p": int | float | list[int | float] | None,
+    "own_loop": dict[str, Any] | None,
 }
 """Types of the fields that commands read."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, count, join_command
+from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.metadata import MERGED_FOLDER, read_metadata
 from loopdropout_trainer.saving.source import find_source
@@ -32,9 +33,21 @@ def describe_training(settings: Mapping[str, Any]) -> str:
         facts.append(f"learning rate {settings['learning_rate']:g}")
     if settings.get("seed") is not None:
         facts.append(f"seed {settings['seed']}")
-    data = settings.get("training_data")
     text = f"{method} ({', '.join(facts)})"
-    return f"{text} on {data}" if data else text
+    if settings.get("training_data"):
+        text = f"{text} on {settings['training_data']}"
+    own_loop = describe_own_loop(settings)
+    return text if own_loop is None else f"{text}, and then in another training loop with {own_loop}"
+
+
+def describe_own_loop(settings: Mapping[str, Any]) -> str | None:
+    """Return the gates of a training loop with `loop_dropout`, such as "Loop Dropout (p = 0.3)", or None without one."""
+    own_loop = settings.get("own_loop")
+    if own_loop is None:
+        return None
+    name = own_loop.get("rule")
+    title, facts = describe_method({**own_loop, "method": getattr(RULES.get(name), "title", name)})
+    return f"{title} ({', '.join(facts)})" if facts else title
 
 
 def describe_method(settings: Mapping[str, Any]) -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import re
+from pathlib import Path
 
 import accelerate
 import pytest
@@ -17,10 +18,11 @@ from helpers.errors import user_error
 from helpers.files import ROOT
 from helpers.tiny import DORY, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from helpers.trainers import Recorder
-from loopdropout_trainer import default_peft_config, handle, loop_dropout, use_gates
+from loopdropout_trainer import default_peft_config, handle, loop_dropout, merge_and_save, use_gates
 from loopdropout_trainer.gates import ExactlyM, LoopDropout, make_rule
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import gated_layers
+from loopdropout_trainer.saving.metadata import read_metadata
 
 
 IDS = torch.arange(2, 20).view(2, 9)
@@ -336,6 +338,32 @@ def test_handle_takes_another_p_and_rule():
         with user_error(message):
             setattr(handle, name, value)
     assert loop_dropout(with_adapter(), rule="lora").p is None
+
+
+def test_card_names_the_gates_of_a_handle(train, make_sft, tmp_path, log):
+    """Also after a training of a trainer, which a later training names with the loop."""
+    model = with_adapter()
+    handle = loop_dropout(model.train(), p=0.25)
+    model.eval()(torch.arange(40).view(8, 5))
+    assert "own_loop" not in find_looped_model(model).trained_with
+    model.train()(torch.arange(40).view(8, 5))
+    handle.remove()
+    card = (merge_and_save(model, tmp_path / "merged") / "README.md").read_text()
+    assert "| Gates of another training loop | Loop Dropout (p = 0.25) |" in card and "Training rule" not in card
+    assert read_metadata(tmp_path / "merged")["own_loop"] == {"rule": "loop_dropout", "p": 0.25, "rule_args": None}
+    trainer = train(max_steps=1, p=0.5)
+    handle = loop_dropout(trainer.model, rule=make_rule("exactly_m", m=1))
+    trainer.model.train()(torch.arange(40).view(8, 5))
+    handle.sample = lambda example_ids: torch.ones(4, len(example_ids))
+    trainer.model(torch.arange(40).view(8, 5))
+    trainer.save_model()
+    card = Path(trainer.args.output_dir, "README.md").read_text()
+    assert "| Training rule | Loop Dropout |" in card and "training loop | gates of the program |" in card
+    handle.remove()
+    later = make_sft(trainer.model, max_steps=1)
+    later.train()
+    assert "and then in another training loop with gates of the program. For a fresh start" in log.text
+    assert "own_loop" not in later.looped.trained_with
 
 
 def test_rules_are_imported_without_their_files():
