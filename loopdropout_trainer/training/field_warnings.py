@@ -18,6 +18,7 @@ _USUAL_VALUES = {
     "learning_rate": (0.02, "1e-5 to 1e-3 for LoRA"),
     "weight_decay": (1, "0 to 0.1"),
     "loraplus_lr_ratio": (100, "4 to 16"),
+    "p": (0.95, "0.25 to 0.75"),
 }
 """Largest value of a field without a warning, and its usual values. A larger one is almost surely a mistake, as 2 for 2e-4."""
 
@@ -44,6 +45,8 @@ def warn_of_fields(args: TrainingArguments, given_names: Collection[str]) -> Non
 def _warn_of_unusual_values(args: Any) -> None:
     for name, (largest, usual) in _USUAL_VALUES.items():
         value = getattr(args, name)
+        if isinstance(value, list):  # a drop probability for each loop
+            value = max(value)
         if value is not None and value > largest:
             logger.warning_once(f"`{name}` is {value:g}, far above the usual values, {usual}.")
     if args.learning_rate == 0:

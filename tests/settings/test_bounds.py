@@ -223,8 +223,10 @@ def test_numbers_with_a_meaning_of_their_own_are_accepted(config):
 
 def test_unusual_numbers_are_warned_of(config, log):
     logging.Logger.warning_once.cache_clear()  # of another test
-    config(learning_rate=0.02, weight_decay=1, loraplus_lr_ratio=100)
+    config(learning_rate=0.02, weight_decay=1, loraplus_lr_ratio=100, p=[0, 0, 0, 0.95])
     assert log.messages == []
+    config(p=[0, 0, 0, 0.99])
+    assert log.messages == ["`p` is 0.99, far above the usual values, 0.25 to 0.75."]
     config(learning_rate=0)
     assert "`learning_rate` is 0, so the training changes no weight" in log.text
     log.clear()
