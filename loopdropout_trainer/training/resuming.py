@@ -356,7 +356,7 @@ def _describe_change(difference: Difference) -> str:
         return f"the data type of the base model changed from {difference.saved} to {difference.new}"
     if difference.field == "rule_code":
         name = str(difference.saved).split()[0]  # before the digest
-        return f"the code of the rule {name} changed"
+        return f"the code of the rule {name}, with its comments and docstrings, changed"
     return difference.describe()
 
 

@@ -595,7 +595,8 @@ def test_other_code_of_a_rule_is_not_continued(tmp_path, make_trainer, monkeypat
         if number < 3:
             trainer.train(resume_from_checkpoint=number > 1)
     with user_error(
-        "was trained with other code: the code of the rule OwnRule changed. Restore the code, or start a new training"
+        "was trained with other code: the code of the rule OwnRule, with its comments and docstrings, changed. Restore the "
+        "code, or start a new training"
     ):
         trainer.train(resume_from_checkpoint=True)
 
