@@ -206,9 +206,7 @@ def merge_and_save(
     _warn_of_surroundings(model, output_dir)
     with replacing_model(output_dir) as new_dir:
         _write_merged(new_dir, model, weights, processing_class, fields.recipe, scale, standalone)
-    write_model_card(
-        output_dir, model, fields, merged_scale=scale
-    )  # which names the folder, and reads the files in it
+    write_model_card(output_dir, model, fields, merged_scale=scale)  # its title is the name of the folder
     return output_dir
 
 
