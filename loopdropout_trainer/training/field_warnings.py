@@ -8,7 +8,6 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from loopdropout_trainer.training.evaluation_fields import word_of
 from loopdropout_trainer.training.unused_fields import describe_reversed, describe_unused
 
 
@@ -33,7 +32,6 @@ def warn_of_fields(args: TrainingArguments, given_names: Collection[str]) -> Non
     if args.process_index != 0:
         return
     _warn_of_unusual_values(args)
-    _warn_of_unused_steps(args, given_names)
     sentences = describe_unused(args, given_names)
     is_reversed = describe_reversed(args)
     if is_reversed is not None:
@@ -51,33 +49,3 @@ def _warn_of_unusual_values(args: Any) -> None:
             logger.warning_once(f"`{name}` is {value:g}, far above the usual values, {usual}.")
     if args.learning_rate == 0:
         logger.warning_once("`learning_rate` is 0, so the training changes no weight, unless you give an optimizer.")
-
-
-def _warn_of_unused_steps(args: TrainingArguments, given_names: Collection[str]) -> None:
-    """Warn if `eval_steps` or `save_steps` is set, but the training is not evaluated or saved by its steps.
-
-    Args:
-        args: Settings of the training.
-        given_names: Names of the fields that the user has set. `save_steps` has a default.
-    """
-    strategy = word_of(args.eval_strategy)
-    if args.eval_steps is not None and strategy != "steps":
-        logger.warning_once(
-            f"`eval_steps` has no effect, because `eval_strategy` is {strategy}. Set it to steps to evaluate every "
-            f"{args.eval_steps:g} steps."
-        )
-    saving = word_of(args.save_strategy)
-    if "save_steps" in given_names and saving != "steps":
-        logger.warning_once(
-            f"`save_steps` has no effect, because `save_strategy` is {saving}.{_explain_saving(args, given_names)}"
-        )
-
-
-def _explain_saving(args: TrainingArguments, given_names: Collection[str]) -> str:
-    """Return the sentence on why checkpoints are saved at evaluations, or "" if the user has set `save_strategy`."""
-    if "save_strategy" in given_names:
-        return ""
-    reason = "load_best_model_at_end"
-    if args.early_stopping_patience is not None:
-        reason = "early_stopping_patience"
-    return f" `{reason}` keeps the best checkpoint, and so each evaluation saves one."

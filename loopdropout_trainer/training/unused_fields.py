@@ -25,7 +25,7 @@ class _Condition(NamedTuple):
     Attributes:
         names: Names of the fields.
         reason: The condition in words, after "because".
-        fix: Sentence on how to let the fields act.
+        fix: Sentence on how to let the fields act, or "".
     """
 
     names: Collection[str]
@@ -41,22 +41,28 @@ def describe_unused(args: TrainingArguments, given_names: Collection[str]) -> li
         given_names: Names of the fields that the user has set to another value than the default.
     """
     sentences = []
-    for names, reason, fix in _find_conditions(args):
+    for names, reason, fix in _find_conditions(args, given_names):
         for name in names:
             if name in given_names:
-                sentences.append(f"`{name}` has no effect, because {reason}. {fix}")
+                sentences.append(f"`{name}` has no effect, because {reason}. {fix}".rstrip())
     return sentences
 
 
-def _find_conditions(args: Any) -> Iterator[_Condition]:
-    """Yield the conditions that the settings of a training meet."""
-    if word_of(args.eval_strategy) == "no":
+def _find_conditions(args: Any, given_names: Collection[str]) -> Iterator[_Condition]:
+    """Yield the conditions that the settings of a training meet. The arguments are those of `describe_unused`."""
+    evaluation, saving = word_of(args.eval_strategy), word_of(args.save_strategy)
+    if evaluation != "steps" and args.eval_steps is not None:
+        fix = f"Set it to steps to evaluate every {args.eval_steps:g} steps."
+        yield _Condition(("eval_steps",), f"`eval_strategy` is {evaluation}", fix)
+    if evaluation == "no":
         names = ("eval_delay", "metric_for_best_model", "greater_is_better")
         yield _Condition(names, "`eval_strategy` is no", "Set it to steps or epoch to evaluate the training.")
     elif args.metric_for_best_model is None:
         fix = "Set it to loss, for example, with `load_best_model_at_end: true`."
         yield _Condition(("greater_is_better",), "`metric_for_best_model` is not set", fix)
-    if word_of(args.save_strategy) == "no":
+    if saving != "steps":
+        yield _Condition(("save_steps",), f"`save_strategy` is {saving}", _explain_saving(args, given_names))
+    if saving == "no":
         names = ("save_total_limit", "save_only_model")
         yield _Condition(names, "`save_strategy` is no", "Set it to steps or epoch to save checkpoints.")
     logging_strategy = word_of(args.logging_strategy)
@@ -71,6 +77,16 @@ def _find_conditions(args: Any) -> Iterator[_Condition]:
     if not args.push_to_hub:
         fix = "Set it to true to push the adapter."
         yield _Condition(("hub_strategy", "hub_always_push"), "`push_to_hub` is false", fix)
+
+
+def _explain_saving(args: Any, given_names: Collection[str]) -> str:
+    """Return the sentence on why checkpoints are saved at evaluations, or "" if the user has set `save_strategy`."""
+    if "save_strategy" in given_names:
+        return ""
+    reason = "load_best_model_at_end"
+    if args.early_stopping_patience is not None:
+        reason = "early_stopping_patience"
+    return f"`{reason}` keeps the best checkpoint, and so each evaluation saves one."
 
 
 def warn_of_unused_pushes(args: TrainingArguments, pushes_merged: bool) -> None:
