@@ -17,7 +17,7 @@ from loopdropout_trainer.saving.saved_adapter import holds_adapter
 from loopdropout_trainer.settings.recipe_folders import list_runs, sort_folders
 
 
-FILES_OF_A_RUN = (RECIPE_FILE, RUN_FILE, STATE_FILE, "training_args.bin")
+_FILES_OF_A_RUN = (RECIPE_FILE, RUN_FILE, STATE_FILE, "training_args.bin")
 """Files next to an adapter that a training, also one of another program, has saved in a folder of its own."""
 
 _DEPTHS_BELOW = ("*", "*/*", "*/*/*")
@@ -100,13 +100,13 @@ def _find_adapters_below(folder: Path) -> list[Path]:
 def _is_run(folder: Path) -> bool:
     """Return whether a folder without an adapter of its own is that of a run or of a checkpoint."""
     # Saving an adapter begins with `loop_dropout.json`, which is alone in the folder if the process was killed there.
-    has_file = any((folder / file).is_file() for file in (*FILES_OF_A_RUN, METADATA_FILE))
+    has_file = _is_own_run(folder) or (folder / METADATA_FILE).is_file()
     return is_checkpoint(folder) or has_file or bool(list_checkpoints(folder))
 
 
 def _is_own_run(folder: Path) -> bool:
     """Return whether a folder with an adapter is that of a training, and not of one of several adapters of a model."""
-    return any((folder / file).is_file() for file in FILES_OF_A_RUN)
+    return any((folder / file).is_file() for file in _FILES_OF_A_RUN)
 
 
 def _describe_runs_below(folder: Path, name: str) -> str:
