@@ -114,6 +114,11 @@ class LoopedModelMixin:
         self.config.num_loops = num_loops
 
     @property
+    def own_num_loops(self) -> int:
+        """Recurrence depth that the model has outside of the blocks of `use_depth` that run."""
+        return self.gate_state.blocks.value_outside(self, "num_loops")
+
+    @property
     def last_training(self) -> Mapping[str, Any]:
         """Settings of the last training of the model, also of an adapter that is not active now. {} without one."""
         for settings in reversed(LoopedModelMixin.trained_with.values(self).values()):

@@ -240,13 +240,12 @@ def _check_arguments(processing_class: Any, repo_id: Any, scale: Any, standalone
 def _warn_of_surroundings(model: PeftModel, output_dir: Path) -> None:
     """Warn of blocks around a merge that it ignores, and of a depth that may be meant for a measurement or a training only."""
     looped = find_looped_model(model)
-    batch = looped.gate_state.batch
-    if not is_enabled(model) or (batch.is_set and batch.rule is None):
+    if not is_enabled(model) or looped.gate_state.batch.of_block:
         logger.warning(
             f"The merged model in {output_dir} has the whole update of the adapter, although the merge runs inside of "
             "`use_gates` or `disable_adapter`. To merge another part of it, set `scale`."
         )
-    own_depth = looped.gate_state.blocks.value_outside(looped, "num_loops")
+    own_depth = looped.own_num_loops
     if looped.num_loops != own_depth:
         logger.warning(
             f"The merged model in {output_dir} runs K = {looped.num_loops} loops, the depth of a block of `use_depth`, but "

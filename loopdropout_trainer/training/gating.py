@@ -242,13 +242,12 @@ class GatingMixin:
         """
         if not torch.is_grad_enabled():
             raise UserError("`train()` must run outside of `torch.no_grad()` and `torch.inference_mode()`.")
-        batch = self.gate_state.batch
-        if batch.is_set and batch.rule is None:
+        if self.gate_state.batch.of_block:
             raise UserError(
                 "`train()` must run outside of `use_gates`, because it draws gates of its own. Register a rule to train under "
                 "other gates."
             )
-        own_depth = self.gate_state.blocks.value_outside(self.looped, "num_loops")
+        own_depth = self.looped.own_num_loops
         if self.num_loops != own_depth:
             logger.warning(
                 f"`train()` runs K = {self.num_loops} loops, the depth of a block of `use_depth`, but the model itself runs "
