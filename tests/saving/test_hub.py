@@ -445,6 +445,16 @@ def test_stopped_merge_keeps_the_former_model(tmp_path, tokenizer, error):
     assert {*folder.rglob("*")} == {*before} and find_damage(folder) is None
 
 
+def test_model_that_is_replaced_in_part_is_not_complete(tmp_path, tokenizer):
+    """A folder with the name of a file stops the moves of the new files, as a killed process does."""
+    merge_and_save(adapted(), tmp_path, tokenizer)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises((OSError, UserError)):
+        merge_and_save(adapted(), tmp_path, tokenizer, scale=0.5)
+    assert find_damage(tmp_path) == "was not saved completely" and not list(tmp_path.glob(".new*"))
+
+
 AUTO_MAP = {"AutoConfig": "configuration_ouro.OuroConfig", "AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM"}
 
 
