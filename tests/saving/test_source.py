@@ -331,7 +331,10 @@ def test_adapter_of_another_program_is_not_that_of_its_run(places, tmp_path, cap
     (folder / "training_args.bin").touch()
     assert find_source(folder).folder == folder / "mine"
     shutil.rmtree(folder / "checkpoint-1")
-    (folder / "training_args.bin").unlink()
+    (folder / "training_args.bin").rename(folder / "mine/training_args.bin")  # of a training into the subfolder itself
+    with user_error(f"The folder {folder} holds neither a model nor an adapter"):
+        find_source(folder)
+    (folder / "mine/training_args.bin").unlink()
     shutil.copytree(places["run"], folder / "of a sweep/seed_1")
     with user_error(f"`adapter` must be .*, got {folder} with the adapters mine, of a sweep/seed_1."):
         find_source(folder)
