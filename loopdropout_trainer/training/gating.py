@@ -196,8 +196,9 @@ class GatingMixin:
             callback.trainer, callback.rule = self, self.rule
         if self.looped.trained_with.get("training_id") is None:  # else the weights still come from that training
             self.start = find_start(self.model)
+            own_loop = self.looped.trained_with.get("own_loop")
             # This trainer may have trained another adapter of the model before.
-            self.looped.trained_with = {**self.saved_settings(), "training_id": None}
+            self.looped.trained_with = {**self.saved_settings(), "training_id": None, "own_loop": own_loop}
 
     def _check_depths(self, rule: GateRule | None = None) -> None:
         """Raise UserError if the model or a rule, by default the present one, cannot train at the depths of `args`."""

@@ -16,7 +16,7 @@ from loopdropout_trainer.lora.compatibility import describe_high_rank, find_smal
 from loopdropout_trainer.saving.cards import name_on_cards
 from loopdropout_trainer.saving.checkpoints import Checkpoint
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.saving.trainings import describe_method, describe_training, has_no_update
+from loopdropout_trainer.saving.trainings import describe_method, describe_own_loop, describe_training, has_no_update
 
 
 logger = logging.get_logger(__name__)
@@ -61,6 +61,9 @@ def find_start(
     former = looped.trained_with  # settings of the last training of this adapter
     if former.get("training_id") is not None:
         return _add_training(_read_start(former), _describe_former(former))
+    own_loop = describe_own_loop(former)
+    if own_loop is not None:
+        return _add_training({}, f"in another training loop with {own_loop}")
     if has_zero_init:  # another program has trained it, or loaded its weights, without a record
         return _add_training({}, "not known, but the update is not zero")
     return {}  # with another initialization, a new adapter looks like a trained one

@@ -351,7 +351,9 @@ def test_card_names_the_gates_of_a_handle(train, make_sft, tmp_path, log):
     card = (merge_and_save(model, tmp_path / "merged") / "README.md").read_text()
     assert "| Gates of another training loop | Loop Dropout (p = 0.25) |" in card and "Training rule" not in card
     assert read_metadata(tmp_path / "merged")["own_loop"] == {"rule": "loop_dropout", "p": 0.25, "rule_args": None}
-    trainer = train(max_steps=1, p=0.5)
+    trainer = train(model, max_steps=1, p=0.5)
+    earlier = trainer.looped.trained_with["earlier_trainings"]
+    assert earlier == ["in another training loop with Loop Dropout (p = 0.25)"]
     handle = loop_dropout(trainer.model, rule=make_rule("exactly_m", m=1))
     trainer.model.train()(torch.arange(40).view(8, 5))
     handle.sample = lambda example_ids: torch.ones(4, len(example_ids))
