@@ -6,6 +6,12 @@ import math
 import operator
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
+
+
+def is_written_number(value: Any) -> bool:
+    """Return whether a value in the data is a number that stands for a text, which a file has without quotes."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopdropout_trainer.bounds import is_written_number
 from loopdropout_trainer.errors import UserError, closest_match, hint_at_own_file, short_repr
 
 
@@ -29,10 +30,11 @@ def register_reward(is_right: Callable[[str, str], bool]) -> Reward:
 
     @functools.wraps(is_right)
     def reward(
-        completions: Sequence[str | list[dict[str, str]]], answer: Sequence[str | None], **columns: Any
+        completions: Sequence[str | list[dict[str, str]]], answer: Sequence[str | float | None], **columns: Any
     ) -> list[float | None]:
         rewards = []
-        for completion, reference in zip(completions, answer, strict=True):
+        for completion, given in zip(completions, answer, strict=True):
+            reference = read_reference(given)
             text = completion
             if not isinstance(completion, str):  # turns of a conversation
                 text = completion[-1]["content"] or ""
@@ -42,6 +44,24 @@ def register_reward(is_right: Callable[[str, str], bool]) -> Reward:
     del reward.__wrapped__  # it has other arguments
     REWARDS[reward.__name__] = reward
     return reward
+
+
+def read_reference(answer: Any) -> str | None:
+    """Return the reference of a completion as a text, or None without one. Numbers become texts as in a recipe's examples.
+
+    Args:
+        answer: Value of the column `answer`.
+
+    Raises:
+        UserError: If it is neither a text, nor a number, nor None.
+    """
+    if getattr(answer, "ndim", None) == 0:  # a number of numpy or torch, as in a dataset of their format
+        answer = answer.item()
+    if is_written_number(answer):
+        return str(answer)
+    if answer is None or isinstance(answer, str):
+        return answer
+    raise UserError(f"`answer` must be a text or a number, got {short_repr(answer)}.")
 
 
 def find_rewards(rewards: Sequence[Any]) -> list[Any]:

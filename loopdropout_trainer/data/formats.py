@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from loopdropout_trainer.bounds import is_written_number
 from loopdropout_trainer.errors import UserError, choose_advice, closest_match, join_words, short_repr
 
 
@@ -223,7 +223,7 @@ def _write_number(turn: Mapping[str, Any]) -> dict[str, Any]:
 
     `datasets` reads a content such as "content": 7 of a file as a number, which chat templates need not be able to write.
     """
-    texts = {key: str(turn[key]) for key in ("content", "value") if _is_number(turn.get(key))}
+    texts = {key: str(turn[key]) for key in ("content", "value") if is_written_number(turn.get(key))}
     return {**turn, **texts}
 
 
@@ -247,11 +247,7 @@ def _rename_keys_of(turn: Any) -> Any:
 
 def to_text(name: str, value: Any) -> Any:
     """Return the text of a number in a column to train on, such as the `answer` 7. Return other values unchanged."""
-    return str(value) if name in TARGETS and _is_number(value) else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return str(value) if name in TARGETS and is_written_number(value) else value
 
 
 def list_turns(turns: Any) -> list[dict[str, Any]]:

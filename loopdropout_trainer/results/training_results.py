@@ -199,11 +199,14 @@ def _mean_gates(trainer: Trainer) -> list[dict[str, Any]]:
     return [{**shared, "loop": loop, "value": mean} for loop, mean in enumerate(fault.means, start=1)]
 
 
-def _mean_rewards(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean rewards in the first and in the last tenth of a log, or none without rewards."""
+def _mean_rewards(history: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Return the mean rewards in the first and in the last tenth of a log, or none without rewards.
+
+    TRL logs None if no completion had a reward since the log before.
+    """
     import numpy as np
 
-    rewards = [log["reward"] for log in history if "reward" in log]
+    rewards = [log["reward"] for log in history if log.get("reward") is not None]
     if not rewards:
         return {}
     tenth = max(1, len(rewards) // 10)

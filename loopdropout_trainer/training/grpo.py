@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from trl import GRPOTrainer
 
-from loopdropout_trainer.errors import UserError, count_rows
+from loopdropout_trainer.errors import UserError, count_rows, join_words
 from loopdropout_trainer.rewards import REWARDS, find_rewards
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
-from loopdropout_trainer.training.examples import read_first
+from loopdropout_trainer.training.examples import name_datasets
 from loopdropout_trainer.training.reference import ReferenceMixin, check_reference, find_reference_fix
+from loopdropout_trainer.training.reward_checks import check_answers, with_checked_result
 from loopdropout_trainer.training.setup import with_gates
 from loopdropout_trainer.training.sft import GateSamplingMixin
 
@@ -28,6 +29,10 @@ class LoopDropoutGRPOTrainer(ReferenceMixin, GateSamplingMixin, GRPOTrainer):
     """
 
     _samples_start_states = False  # as for the completions and the reference
+
+    _reads_answers: Sequence[bool] = ()  # whether each reward is one of this package, which reads the column `answer`
+    _has_references = False
+    _has_rewards = False
 
     config_class = LoopDropoutGRPOConfig
     objective = "GRPO"
@@ -48,18 +53,46 @@ class LoopDropoutGRPOTrainer(ReferenceMixin, GateSamplingMixin, GRPOTrainer):
 
     def _before_init(self, arguments: dict[str, Any]) -> None:
         rewards = arguments["reward_funcs"]
-        arguments["reward_funcs"] = rewards = find_rewards(rewards if isinstance(rewards, list) else [rewards])
+        rewards = find_rewards(rewards if isinstance(rewards, list) else [rewards])
+        arguments["reward_funcs"] = rewards
+        self._reads_answers = [reward in REWARDS.values() for reward in rewards]
         super()._before_init(arguments)
-        example = read_first(arguments["train_dataset"])
-        compares = any(reward in REWARDS.values() for reward in rewards)
-        if compares and example is not None and "answer" not in example:
-            raise UserError(
-                f"`train_dataset` must have the column `answer`, the reference that a reward of this package reads, got the "
-                f"columns {', '.join(example)}. Rename one by `Dataset.rename_column`."
-            )
         fix = find_reference_fix(arguments["args"])
         if fix is not None:
             check_reference(arguments["model"], fix)
+
+    def _check_rows_of(self, arguments, writer):
+        """Also check the references that rewards of this package read."""
+        super()._check_rows_of(arguments, writer)
+        if not any(self._reads_answers):
+            return
+        for title, dataset in name_datasets(arguments):
+            has_reference = check_answers(title, dataset, is_needed=all(self._reads_answers))
+            self._has_references = self._has_references or has_reference
+
+    def _calculate_rewards(self, inputs, prompts, *others):
+        """Calculate rewards with checks of what the reward functions return.
+
+        Raises:
+            UserError: If a result is not one number or None for each completion, or if no completion of the first batch of a
+                training has a reward. Batches of examples without a reference may have none.
+        """
+        functions = self.reward_funcs
+        named = zip(functions, self.reward_func_names, strict=True)
+        self.reward_funcs = [with_checked_result(function, name) for function, name in named]
+        try:
+            rewards = super()._calculate_rewards(inputs, prompts, *others)  # [N, number of functions], NaN for None
+        finally:
+            self.reward_funcs = functions
+        if self.model.training and not (self._has_rewards or self._has_references):
+            if rewards.isnan().all():
+                names = join_words([f"`{name}`" for name in self.reward_func_names])
+                raise UserError(
+                    f"`reward_funcs` must give rewards, but {names} returned None for all {len(rewards):,} completions of the "
+                    "first batch, so nothing can be learned. Return numbers, or remove examples that have no reward."
+                )
+            self._has_rewards = True
+        return rewards
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """Compute log-probabilities with the further inputs that the model needs, as in generation."""

@@ -1,5 +1,9 @@
 """`LoopDropoutGRPOTrainer`: completions at unit gates, a policy under drawn gates, and a reference at unit gates."""
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -198,20 +202,107 @@ def test_prompts_of_an_epoch_are_counted_as_in_trl(make):
         make(max_steps=-1, per_device_train_batch_size=39)
 
 
-def test_rewards_may_be_names(make, config, tokenizer):
-    rows = PROMPTS.add_column("answer", [str(number) for number in range(12)])
+@pytest.fixture
+def make_rewarded(config, tokenizer):
+    """`make_rewarded(rewards, data)`: a trainer of two steps with these rewards."""
 
-    def trainer(rewards, data=rows):
+    def trainer(rewards, data=PROMPTS, max_steps=1):
         fields = {"num_generations": 3, "per_device_train_batch_size": 6, "use_cpu": True, "max_completion_length": 7}
-        args = config(LoopDropoutGRPOConfig, max_steps=1, **fields)
-        return LoopDropoutGRPOTrainer(tiny_ouro(), rewards, args, train_dataset=data, processing_class=tokenizer)
+        args = config(LoopDropoutGRPOConfig, max_steps=max_steps, logging_steps=1, **fields)
+        model = tiny_ouro(num_hidden_layers=1)
+        return LoopDropoutGRPOTrainer(model, rewards, args, train_dataset=data, processing_class=tokenizer)
 
-    named = trainer(["last_number", reward])
+    return trainer
+
+
+def with_answers(answers):
+    return Dataset.from_list([{"prompt": f"{n}+1=", "answer": answer} for n, answer in enumerate(answers)])
+
+
+def test_rewards_may_be_names(make_rewarded):
+    rows = with_answers([str(number) for number in range(12)])
+    named = make_rewarded(["last_number", reward], rows)
     assert named.reward_funcs == [REWARDS["last_number"], reward]
     named.train()
     assert "rewards/last_number/mean" in named.state.log_history[0]
-    assert trainer("exact_match").reward_funcs == [REWARDS["exact_match"]]
+    assert named.reward_funcs == [REWARDS["last_number"], reward]
+    assert make_rewarded("exact_match", rows).reward_funcs == [REWARDS["exact_match"]]
     with user_error("`reward_funcs` must be .* or names such as gsm8k.*got 'last_numbr'. Did you mean 'last_number'?"):
-        trainer("last_numbr")
+        make_rewarded("last_numbr", rows)
     with user_error("`train_dataset` must have the column `answer`, .* got the columns prompt. Rename one"):
-        trainer("last_number", PROMPTS)
+        make_rewarded("last_number")
+
+
+def test_answers_are_texts_or_numbers(make_rewarded, caplog):
+    trainer = make_rewarded([name for name in REWARDS if name != "math_verify"], with_answers(range(12)))
+    trainer.train()
+    assert not caplog.messages
+    with user_error("`eval_dataset` must have the column `answer`"):
+        trainer.evaluate(PROMPTS)
+    with user_error(r"Row 2 of `train_dataset`: `answer` must be a text or a number, got \['7'\]"):
+        make_rewarded("last_number", with_answers([None, ["7"]]))
+    with user_error("`answer` must be a text or a number, got nan"):
+        make_rewarded("last_number", with_answers([1.0, float("nan")]))
+    with user_error("`train_dataset` must have a text or a number as `answer`, .* got None in all of its 3 examples"):
+        make_rewarded("gsm8k_format", with_answers([None] * 3))
+    partly = with_answers([4, None, 6])
+    make_rewarded(["exact_match", reward], partly)
+    assert not caplog.messages
+    make_rewarded("exact_match", partly)
+    assert "1 of the 3 examples in `train_dataset` has no `answer`, so that" in caplog.text
+    assert "The first one is row 2." in caplog.text
+
+
+def test_missing_rewards_leave_results(make_rewarded):
+    """TRL logs None for a step without rewards."""
+
+    def first_only(completions, trainer_state, **columns):
+        return [1.0 if trainer_state.global_step == 0 else None] * len(completions)
+
+    trainer = make_rewarded(first_only, max_steps=2)
+    trainer.train()
+    assert logged(trainer, "reward") == [1.0, None]
+    rows = [json.loads(line) for line in Path(trainer.args.output_dir, "results.jsonl").read_text().splitlines()]
+    assert {row["metric"]: row["value"] for row in rows}["reward_last"] == 1.0
+
+    async def nothing(completions, **columns):
+        return [None] * len(completions)
+
+    with user_error(
+        "`reward_funcs` must give rewards, but `nothing` returned None for all 6 completions of the first"
+    ):
+        make_rewarded(nothing).train()
+    # Some examples have a reference, so a batch of the others is no mistake.
+    trainer = make_rewarded(["exact_match", nothing], with_answers([None] * 11 + [5]))
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "got"),
+    [
+        (0.5, "got 0.5"),
+        (torch.tensor(2.0), r"got tensor\(2"),
+        ("good", "got 'good'"),
+        ([1.0], "got 1 of them for 6 completions"),
+        ([1.0, None, "1", 1, 1, 1], "got '1' for completion 3"),
+    ],
+)
+def test_results_of_reward_functions_are_checked(make_rewarded, result, got):
+    def rate(**inputs):
+        return result
+
+    with user_error(f"reward function `rate` must return a list with a number or None for each completion, {got}"):
+        make_rewarded(rate).train()
+
+
+def test_rewards_may_be_numbers_of_libraries(make_rewarded):
+    def rate(completions, **columns):
+        return torch.arange(len(completions))
+
+    async def rate_later(completions, **columns):
+        return (np.float32(len(text)) for text in completions)
+
+    trainer = make_rewarded([rate, rate_later])
+    trainer.train()
+    assert logged(trainer, "rewards/rate/mean") == [2.5]
