@@ -406,6 +406,26 @@ def warn_about_empty_answers(
         )
 
 
+def warn_about_equal_pairs(
+    title: str, numbers: Sequence[int], num_rows: int, describe_row: Callable[[int], str]
+) -> None:
+    """Log how many pairs have the same answer as chosen and as rejected. They are not left out.
+
+    Args:
+        title: Name of the data.
+        numbers: Numbers of these pairs.
+        num_rows: Number of all pairs.
+        describe_row: Function that returns the place of a pair with a number, such as "row 4 of pairs.jsonl".
+    """
+    if numbers and PartialState().is_main_process:
+        verb = "has" if len(numbers) == 1 else "have"
+        logger.warning(
+            f"{len(numbers):,} of the {count(num_rows, 'example')} in {title} {verb} the same answer as `chosen` and as "
+            f"`rejected`, from which the model learns nothing. Such examples are kept. The first one is "
+            f"{describe_row(numbers[0])}."
+        )
+
+
 def is_blank(value: object) -> bool:
     """Return whether a value of a column is a text without characters, or a conversation without turns."""
     if isinstance(value, str):

@@ -448,6 +448,11 @@ def has_empty_answer(target: Any, chat_template: Any) -> bool:
     return any(not _has_content(turn) and not _replaces_content(turn, chat_template) for turn in answers)
 
 
+def is_equal_pair(example: Mapping[str, Any]) -> bool:
+    """Return whether an example is a pair whose chosen answer is the rejected one, too, so that DPO has no gradient."""
+    return "chosen" in example and "rejected" in example and example["chosen"] == example["rejected"]
+
+
 def _has_content(turn: Mapping[str, Any]) -> bool:
     """Return whether the content of a turn is not empty. It can be a list of parts, such as texts."""
     content = turn.get("content")

@@ -19,6 +19,7 @@ from loopdropout_trainer.data.columns import (
     describe_turns,
     warn_about_blanks,
     warn_about_empty_answers,
+    warn_about_equal_pairs,
     warn_about_mapping,
     warn_about_other_format,
     warn_about_text_fields,
@@ -33,6 +34,7 @@ from loopdropout_trainer.data.formats import (
     check_roles,
     has_empty_answer,
     has_text,
+    is_equal_pair,
     join_text_parts,
     to_messages,
     to_text,
@@ -173,6 +175,9 @@ def _leave_out_empty(
     if not _has_text_pairs(rows.rows, columns, args):
         numbers = kept.find(_has_empty_answer, args=args, columns=columns, chat_template=chat_template)
         warn_about_empty_answers(str(data), numbers, len(kept.rows), kept.describe_row)
+    if "rejected" in columns:
+        numbers = kept.find(_is_equal_pair, args=args, chat_template=chat_template)
+        warn_about_equal_pairs(str(data), numbers, len(kept.rows), kept.describe_row)
     if not len(kept.rows):
         target = columns[-1]
         found = "no examples"
@@ -237,6 +242,11 @@ def _has_empty_answer(row: Row, args: DataArguments, columns: Sequence[str], cha
     row = _read_row(row, args, chat_template)
     targets = [to_messages(row[name]) for name in columns if name in TARGETS]
     return any(has_empty_answer(target, chat_template) for target in targets)
+
+
+def _is_equal_pair(row: Row, args: DataArguments, chat_template: Any) -> bool:
+    """Return whether a row has the same answer as chosen and as rejected."""
+    return is_equal_pair(_read_row(row, args, chat_template))
 
 
 def _is_kept(row: Row, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> bool:

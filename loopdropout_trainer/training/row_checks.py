@@ -10,7 +10,12 @@ from datasets import Dataset, Features, IterableDataset, Json
 from transformers.utils import logging
 
 from loopdropout_trainer.data.bars import hide_short_bars
-from loopdropout_trainer.data.columns import describe_missing_text, warn_about_blanks, warn_about_empty_answers
+from loopdropout_trainer.data.columns import (
+    describe_missing_text,
+    warn_about_blanks,
+    warn_about_empty_answers,
+    warn_about_equal_pairs,
+)
 from loopdropout_trainer.data.files import error_in_row
 from loopdropout_trainer.data.formats import (
     TARGETS,
@@ -22,6 +27,7 @@ from loopdropout_trainer.data.formats import (
     check_turns,
     has_empty_answer,
     has_text,
+    is_equal_pair,
     join_text_parts,
     to_messages,
     to_trl_name,
@@ -107,26 +113,51 @@ def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], re
             arguments[argument] = {name: checked[f"`{argument}[{name!r}]`"] for name in arguments[argument]}
 
 
+class UnusualRows(NamedTuple):
+    """Numbers, from 1, of rows that a training reads although they are probably mistakes.
+
+    Attributes:
+        empty: Rows without a text to train on.
+        partly_empty: Other rows with an empty turn of the assistant.
+        equal: Pairs whose chosen answer is the rejected one, too.
+    """
+
+    empty: list[int]
+    partly_empty: list[int]
+    equal: list[int]
+
+    def add(self, number: int, example: Mapping[str, Any], chat_template: Any) -> None:
+        """Add the number of a row if its columns are unusual."""
+        targets = {name: value for name, value in example.items() if name in TARGETS}
+        if not all(has_text(name, value) for name, value in targets.items()):
+            self.empty.append(number)
+        elif any(has_empty_answer(value, chat_template) for value in targets.values()):
+            self.partly_empty.append(number)
+        if is_equal_pair(example):
+            self.equal.append(number)
+
+    def warn(self, title: str, rows: Dataset) -> None:
+        """Log how many rows are unusual, also those with another empty column, such as the prompt."""
+        if self.empty:
+            targets = [name for name in rows.column_names if name in TARGETS]  # without another one, a row is an error
+            _warn_of_empty(self.empty, len(rows), title, targets)
+        warn_about_empty_answers(title, self.partly_empty, len(rows), lambda number: f"row {number:,}")
+        warn_about_equal_pairs(title, self.equal, len(rows), lambda number: f"row {number:,}")
+        for name in rows.column_names:
+            if name not in TARGETS:
+                warn_about_blanks(title, name, rows[name][:], lambda number: f"row {number + 1:,}")
+
+
 def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], reader: RowReader) -> Dataset:
     """Check each row, and return the dataset with conversations in TRL's spelling, or itself if all of them are in it."""
     rows = dataset.select_columns(list(columns)).with_format(None)
     is_other = False
-    empty, partly_empty = [], []  # numbers of rows
+    unusual = UnusualRows([], [], [])
     for number, row in enumerate(rows, start=1):
         example = reader.check(row, f"row {number:,} of {title}")
         is_other |= example != row
-        targets = {name: value for name, value in example.items() if name in TARGETS}
-        if not all(has_text(name, value) for name, value in targets.items()):
-            empty.append(number)
-        elif any(has_empty_answer(value, reader.chat_template) for value in targets.values()):
-            partly_empty.append(number)
-    if empty:
-        targets = [name for name in columns if name in TARGETS]  # without another one, a row is an error
-        _warn_of_empty(empty, len(rows), title, targets)
-    warn_about_empty_answers(title, partly_empty, len(rows), lambda number: f"row {number:,}")
-    for name in columns:
-        if name not in TARGETS:
-            warn_about_blanks(title, name, rows[name][:], lambda number: f"row {number + 1:,}")
+        unusual.add(number, example, reader.chat_template)
+    unusual.warn(title, rows)
     if not is_other:
         return dataset
     # `Json` keeps each value as it is.

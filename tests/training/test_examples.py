@@ -19,8 +19,8 @@ from loopdropout_trainer import (
     LoopDropoutGRPOTrainer,
     LoopDropoutSFTTrainer,
 )
-from loopdropout_trainer.data import DataArguments, load_datasets, preview, read_files
-from loopdropout_trainer.data.formats import TEXTS
+from loopdropout_trainer.data import DataArguments, DPODataArguments, load_datasets, preview, read_files
+from loopdropout_trainer.data.formats import PREFERENCES, TEXTS
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
 from loopdropout_trainer.training.example_counts import describe_repeated
@@ -340,6 +340,24 @@ def test_empty_answers_are_counted(log, tmp_path):
     assert f"2 of the 3 examples in `train_dataset` have {words}. A recipe leaves such examples out." in log.text
     load_datasets(DataArguments(train_files=[write_lines(tmp_path / "a.jsonl", rows)]), tokenizer)
     assert f"2 examples are left out, because they have {words}" in log.text
+
+
+def test_pairs_of_equal_answers_are_counted(log, tmp_path):
+    """DPO has no gradient on them."""
+    tokenizer = load_tokenizer("tiny-ouro", chat_template="tulu2")
+    turns = [{"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": text}]} for text in "32"]
+    texts = [{"prompt": "1+1=", "chosen": "2", "rejected": rejected} for rejected in "32"]
+    for rows in (turns, texts):
+        log.clear()
+        check_rows({"train_dataset": Dataset.from_list(rows)}, PREFERENCES, RowReader(tokenizer.chat_template))
+        words = "has the same answer as `chosen` and as `rejected`, from which the model learns nothing"
+        assert (
+            f"1 of the 2 examples in `train_dataset` {words}. Such examples are kept. The first one is row 2."
+            in log.text
+        )
+        file = write_lines(tmp_path / "pairs.jsonl", rows)
+        load_datasets(DPODataArguments(train_files=[file]), tokenizer)
+        assert f"1 of the 2 examples in {file} {words}. Such examples are kept. The first one is row 2" in log.text
 
 
 def test_conversations_with_an_empty_answer_are_counted(log, tmp_path):
