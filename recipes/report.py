@@ -49,7 +49,13 @@ from loopdropout_trainer.reports.other_settings import describe_other_sweeps
 from loopdropout_trainer.reports.printing import making_report, print_notes, shorten_folders
 from loopdropout_trainer.reports.progress import leave_out_unmeasured
 from loopdropout_trainer.reports.rest import describe_other_gates, describe_rest
-from loopdropout_trainer.reports.saved_tables import TableText, describe_sizes, save_layout, save_table
+from loopdropout_trainer.reports.saved_tables import (
+    TableText,
+    describe_sizes,
+    explain_accuracies,
+    save_layout,
+    save_table,
+)
 from loopdropout_trainer.reports.table_files import build_table
 from loopdropout_trainer.reports.tables import (
     ACCURACY_TITLE,
@@ -293,9 +299,7 @@ def report_accuracy(results: pd.DataFrame, output_dir: Path) -> bool:
         return False
     numbers = accuracy_numbers(results)
     if len(numbers):
-        methods = numbers.index.get_level_values("method")
-        about = [*describe_sizes(numbers), *explain_differences(numbers), *explain_unpaired(numbers, methods)]
-        about += describe_rates(results)
+        about = [*explain_accuracies(numbers), *describe_rates(results)]
         text = TableText(fit_title(ACCURACY_TITLE, numbers), about, describe_missing_base(results))
         save_table(numbers, accuracy_table(numbers), text, output_dir / "accuracy")
     of_choice = choice_numbers(results)

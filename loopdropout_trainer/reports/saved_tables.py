@@ -182,6 +182,18 @@ def describe_means(table: pd.DataFrame) -> list[str]:
     return [f"A number with ± is mean ± SD over {seeds} seeds."] if seeds else []
 
 
+def explain_accuracies(numbers: pd.DataFrame) -> list[str]:
+    """Return the lines below a table of accuracies: about its problems and seeds, its intervals and its differences.
+
+    A report and the end of a sweep both have them.
+
+    Args:
+        numbers: From `accuracy_numbers`.
+    """
+    methods = numbers.index.get_level_values("method")
+    return [*describe_sizes(numbers), *explain_differences(numbers), *explain_unpaired(numbers, methods)]
+
+
 def describe_sizes(numbers: pd.DataFrame) -> list[str]:
     """Return one line about the problems of each task, if they are known, and the seeds of each trained model's accuracy.
 

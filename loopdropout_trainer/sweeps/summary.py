@@ -12,7 +12,7 @@ from loopdropout_trainer.reports.final_results import final_results
 from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.reports.labels import has_seeds
 from loopdropout_trainer.reports.printing import print_table
-from loopdropout_trainer.reports.saved_tables import describe_sizes
+from loopdropout_trainer.reports.saved_tables import describe_sizes, explain_accuracies
 from loopdropout_trainer.reports.tables import (
     ACCURACY_TITLE,
     CHOICE_TITLE,
@@ -24,7 +24,6 @@ from loopdropout_trainer.reports.tables import (
     has_tests,
     loss_numbers,
 )
-from loopdropout_trainer.reports.unpaired import explain_unpaired
 from loopdropout_trainer.results.failures import FAILED, name_log
 from loopdropout_trainer.results.run_files import has_trained, is_of_base
 from loopdropout_trainer.results.run_states import is_running
@@ -65,8 +64,7 @@ def print_summary(sweep: Any) -> None:
     table = accuracy_table(numbers)
     if len(table):
         print_table(fit_title(ACCURACY_TITLE, numbers), table)
-        unpaired = explain_unpaired(numbers, numbers.index.get_level_values("method"))
-        print_sentences(*describe_sizes(numbers), *unpaired)
+        print_sentences(*explain_accuracies(numbers))
     of_choice = choice_numbers(final)
     if len(of_choice):
         print_table(fit_title(CHOICE_TITLE, of_choice), accuracy_table(of_choice))

@@ -326,6 +326,16 @@ def test_sweep_summary_has_means_and_choices(lab, capsys):
     assert re.search(r" 3  lora +10\.00 +1\n.* 4  lora +15\.00 ± 7\.07 +2\n", text)
     assert "\nProblems: arithmetic_test 10. Seeds: 1 or 2.\n" in text
     assert "\nProblems: development 10. Seeds: 1.\nThe best of several learning rates" in text
+    for method, name, shift in (("lora", "LoRA", 0), ("loop_dropout", "Loop Dropout", 5)):  # which have a difference
+        for file in lab.out.glob(f"{method}/lr_0.02/*/results.jsonl"):
+            rows = [
+                {**row, "method": name, "value": row["value"] + shift * (row["seed"] - 100)}
+                for row in read_lines(file)
+            ]
+            file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    print_summary(lab.sweep(methods=["lora"]))
+    text = capsys.readouterr().out
+    assert "+7.5 [-24.3, +39.3]" in text and "The 95% intervals and tests are over seeds (t test)." in text
 
 
 def test_unfinished_sweep_says_how_far_it_is_in_its_summary(lab):
