@@ -59,7 +59,7 @@ from loopdropout_trainer.sweeps.code import (
 from loopdropout_trainer.sweeps.counts import count_by_method, describe_uncounted, list_logs, read_progress
 from loopdropout_trainer.sweeps.methods import SET_BY_SWEEP, check_fields, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweeps.plan import check_folder, print_commands, print_sweep_plan
-from loopdropout_trainer.sweeps.run_times import RunKind, count_left, find_kind, find_means, means_by_method
+from loopdropout_trainer.sweeps.run_times import RunKind, count_left, describe_left, find_kind, means_by_method
 from loopdropout_trainer.sweeps.stopping import stopping_on_signals
 from loopdropout_trainer.sweeps.workers import Workers
 from loopdropout_trainer.terminal import print_sentences
@@ -222,9 +222,9 @@ class Sweep:
         """Return the number of runs of each method and kind that this start of the sweep still has."""
         return count_left(self)
 
-    def means(self) -> dict[RunKind, float]:
-        """Return the mean seconds of a run of each method and kind, since the start of the sweep or before."""
-        return find_means(self)
+    def describe_left(self, speed: float) -> str:
+        """Return the time that is left with a number of runs at a time, or "" if nothing is left."""
+        return describe_left(self, speed)
 
     def describe_score(self, run: SweepRun) -> str:
         """Return the score that chooses the learning rate, or the first accuracy of a final run, or its held-out loss."""

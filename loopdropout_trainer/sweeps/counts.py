@@ -161,10 +161,16 @@ def find_other_runs(sweep: Any) -> list[Path]:
     return [folder for folder in list_runs(sweep.output_dir) if folder not in own]
 
 
-def describe_existing_runs(sweep: Any) -> str:
-    """Return lines about the runs of later seeds that are not among the present runs of a sweep, or "" without any.
+def name_existing_runs(sweep: Any) -> tuple[list[str], list[str]]:
+    """Return the names of the runs of later seeds that are not among the present runs of a sweep.
 
-    They are left from a start with other learning rates. Before the choice they may still count, and after it they do not.
+    They are left from a start with other learning rates.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+
+    Returns:
+        Those that may still count after the choice of the learning rates, and those of learning rates that are not chosen.
     """
     may_count, are_not_chosen = [], []
     existing = list_runs(sweep.output_dir)
@@ -176,6 +182,12 @@ def describe_existing_runs(sweep: Any) -> str:
             if folder in own - counted and folder.parents[1].name == method:
                 names = are_not_chosen if has_chosen else may_count
                 names.append(folder.relative_to(sweep.output_dir).as_posix())
+    return may_count, are_not_chosen
+
+
+def describe_existing_runs(sweep: Any) -> str:
+    """Return lines about the runs of `name_existing_runs`, or "" without any."""
+    may_count, are_not_chosen = name_existing_runs(sweep)
     lines = []
     if may_count:
         lines.append(

@@ -50,10 +50,9 @@ def describe_joining(sweep: Any, running: Sequence[str]) -> str:
     progress = f"{num_ended} of {count(total, 'training')} have ended"
     if running:
         progress += f", and {describe_running(sweep.output_dir, running)}"
-    left = sweep.count_left()
-    time = describe_left(left, sweep.means(), count_workers(sweep))
+    numbers, time = name_numbers(sweep.count_left()), describe_left(sweep, count_workers(sweep))
     return (
-        f"This process joins the sweep in {sweep.output_dir}{who}: {progress}. Still to do: {name_numbers(left)}, {time}. "
+        f"This process joins the sweep in {sweep.output_dir}{who}: {progress}. Still to do: {numbers}, {time}. "
         "`--dry_run true` prints the plan."
     )
 

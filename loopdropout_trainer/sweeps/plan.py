@@ -51,7 +51,7 @@ from loopdropout_trainer.sweeps.counts import (
 )
 from loopdropout_trainer.sweeps.joining import count_workers, describe_joining, describe_work, find_running
 from loopdropout_trainer.sweeps.methods import naming_method
-from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, name_time
+from loopdropout_trainer.sweeps.run_times import describe_left, describe_means, find_means, name_time
 from loopdropout_trainer.terminal import print_sentences, titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
@@ -181,7 +181,7 @@ def _describe_done(sweep: Any, num_ended: int, total: int, measured: str) -> str
     num_unmeasured = count_unmeasured(sweep)
     if num_unmeasured:
         parts.append(f"{num_unmeasured:,} of them still to be measured")
-    parts.append(describe_left(sweep.count_left(), sweep.means(), count_workers(sweep)))
+    parts.append(describe_left(sweep, count_workers(sweep)))
     return f"{', '.join(filter(None, parts))}\n{measured}".rstrip()
 
 
@@ -302,7 +302,7 @@ def _describe_measured_time(sweep: Any) -> str:
     A sweep measures its own runs. A scheduler may run the commands of `print_commands` instead. Then only the time of the
     trainings is known.
     """
-    means = sweep.means()
+    means = find_means(sweep)
     if means:
         return describe_means(means)
     train_seconds = _read_train_seconds(sweep)

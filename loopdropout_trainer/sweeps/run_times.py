@@ -15,6 +15,7 @@ from loopdropout_trainer.errors import join_words
 from loopdropout_trainer.results.run_files import has_trained
 from loopdropout_trainer.results.sweep_folder import SweepRun, read_summary
 from loopdropout_trainer.sweeps.code import has_other_results
+from loopdropout_trainer.sweeps.counts import name_existing_runs
 
 
 CHOOSING, FINAL, MEASURING = "choosing", "final", "measuring"
@@ -96,8 +97,6 @@ def read_means(sweep: Any) -> dict[RunKind, float]:
 def find_means(sweep: Any) -> dict[RunKind, float]:
     """Return the mean seconds of each method's kinds of run: of those since the start of the sweep, else of a former start.
 
-    The plan and the lines about ended runs both use it, so that they agree on the time that is left.
-
     Args:
         sweep: `Sweep` of recipes/sweep.py.
     """
@@ -125,22 +124,26 @@ def _find_seconds(kind: RunKind, means: Mapping[RunKind, float]) -> float | None
     return sum(others) / len(others)
 
 
-def describe_left(left: Mapping[RunKind, int], means: Mapping[RunKind, float], speed: float) -> str:
+def describe_left(sweep: Any, speed: float) -> str:
     """Return the time that a sweep still takes, such as "about 0:42:10 left", or "" if nothing is left.
 
+    The plan and all lines about the progress have it. It names the kinds of runs that are left and of which none has ended.
+
     Args:
-        left: Number of the runs of each method and kind that are not done.
-        means: Mean seconds of a run by method and kind. The text names the kinds that are left and have none.
+        sweep: `Sweep` of recipes/sweep.py.
         speed: Number of runs at a time.
     """
-    total_seconds, num_timed, untimed = 0.0, 0, set()
-    for kind, number in left.items():
+    means = find_means(sweep)
+    total_seconds, num_timed = 0.0, 0
+    timed, untimed = set(), set()  # kinds of runs
+    for kind, number in count_left(sweep).items():
         seconds = _find_seconds(kind, means)
         if number and seconds is None:
             untimed.add(kind.kind)
         elif number:
             total_seconds += seconds * number
             num_timed += number
+            timed.add(kind.kind)
     if not num_timed and not untimed:
         return ""
     if not means:
@@ -149,6 +152,9 @@ def describe_left(left: Mapping[RunKind, int], means: Mapping[RunKind, float], s
         return f"the time of {_name_kinds(untimed)} is not known yet (none has ended)"
     total_seconds /= min(speed, num_timed)  # the last runs leave some workers without a run
     text = f"about {name_time(total_seconds)} left"
+    may_count, _ = name_existing_runs(sweep)
+    if may_count and FINAL in timed:  # these runs can take the places of final trainings
+        text += ", or less if existing runs count"
     if untimed:
         text += f", not counting {_name_kinds(untimed)} (none has ended yet)"
     return text

@@ -30,7 +30,7 @@ from loopdropout_trainer.results.run_files import has_trained, read_run
 from loopdropout_trainer.results.run_states import name_runs
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 from loopdropout_trainer.settings.recipe_folders import LOCK
-from loopdropout_trainer.sweeps.run_times import MEASURING, RunKind, RunTimes, describe_left
+from loopdropout_trainer.sweeps.run_times import MEASURING, RunKind, RunTimes
 from loopdropout_trainer.terminal import print_sentences
 
 
@@ -71,11 +71,8 @@ class Runs(Protocol):
     def count_done(self) -> int:
         """Return the number of runs that are done. A training that is measured later has two runs."""
 
-    def count_left(self) -> dict[RunKind, int]:
-        """Return the number of runs of each method and kind that this start of the sweep still has."""
-
-    def means(self) -> dict[RunKind, float]:
-        """Return the mean seconds of a run of each method and kind, since the start of the sweep or before."""
+    def describe_left(self, speed: float) -> str:
+        """Return the time that is left with a number of runs at a time, or "" if nothing is left."""
 
     def save_progress(self) -> None:
         """Write how far the sweep is, and the mean seconds of a run of each kind."""
@@ -282,7 +279,7 @@ class Workers:
 
     def _describe_left(self) -> str:
         """Return the time that is left, as each line about the progress has it."""
-        return describe_left(self.runs.count_left(), self.runs.means(), self.measure_speed())
+        return self.runs.describe_left(self.measure_speed())
 
     def _describe_end(self, run: Any, was_trained: bool) -> str:
         """Return the line about a run that has ended: its number, its step, its score and the time that is left."""

@@ -1209,6 +1209,8 @@ def test_plan_names_existing_runs_of_later_seeds(lab, capsys):
         sweep.main([lab.file, "--dry_run", "true"])
         out = capsys.readouterr().out
         assert (text.format(names) in out) if text else ("existing runs" not in out)
+        end = "left, or less if existing runs count"
+        assert (end in out) == made.pool._describe_left().endswith(end) == (score is None)
 
 
 @pytest.mark.parametrize(("own", "error"), [
