@@ -48,7 +48,7 @@ from loopdropout_trainer.reports.missing_numbers import LeftOut, Missing, Misspe
 from loopdropout_trainer.reports.other_settings import describe_other_sweeps
 from loopdropout_trainer.reports.printing import making_report, print_notes, shorten_folders
 from loopdropout_trainer.reports.progress import leave_out_unmeasured
-from loopdropout_trainer.reports.rest import describe_other_gates, describe_rest
+from loopdropout_trainer.reports.rest import describe_curvature, describe_other_gates, describe_rest
 from loopdropout_trainer.reports.saved_tables import (
     TableText,
     describe_sizes,
@@ -254,6 +254,7 @@ def summarize(results: pd.DataFrame, output_dir: Path, has_left_out: bool = Fals
         draw_figure(loss_figure(curves), output_dir / "losses")
     if any(made):
         print_sentences(*describe_other_gates(results))
+    print_sentences(*describe_curvature(results))
 
 
 def report_costs(results: pd.DataFrame, output_dir: Path) -> bool:

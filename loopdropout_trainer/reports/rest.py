@@ -25,6 +25,16 @@ def describe_rest(results: pd.DataFrame, has_left_out: bool) -> str:
     return f"There is no accuracy, held-out loss or cost of a training to report, only {metrics}."
 
 
+def describe_curvature(results: pd.DataFrame) -> list[str]:
+    """Return a sentence about the curvature, the only diagnostic without a table in the summary, if it was measured."""
+    if "curvature" not in {*results["metric"]}:
+        return []
+    return [
+        "The summary has no table of the curvature. A table of your own selects it for each loop, such as by "
+        f"`metric: curvature, loop: 1` ({docs_page('reports')})."
+    ]
+
+
 def describe_other_gates(results: pd.DataFrame) -> list[str]:
     """Return a sentence about the accuracies under other gates than 1, which the tables of the summary leave out."""
     accuracies = results[(results["metric"] == "accuracy") & ~results["gates"].isin(["unit", "none"])]

@@ -1921,7 +1921,13 @@ def test_report_of_an_evaluation_has_no_costs(tmp_path, capsys):
     write(tmp_path / "diagnostics", [{"value": 50.0, "metric": "curvature"}])
     report.main([str(tmp_path / "diagnostics"), "--output_dir", str(tmp_path / "report")])
     out = capsys.readouterr().out
-    assert out.endswith("There is no accuracy, held-out loss or cost of a training to report, only curvature.\n")
+    assert "There is no accuracy, held-out loss or cost of a training to report, only curvature.\n" in out
+    sentence = "A table of your own selects it for each loop, such as by `metric: curvature, loop: 1`"
+    assert sentence in out
+    write(tmp_path / "own", [{"value": 2.5, "metric": "curvature", "loop": 1, "seed": 1}, {"value": 50.0}])
+    assert sentence in report_on(tmp_path / "own", capsys)[0]
+    columns = {"first loop": {"task": "b", "metric": "curvature", "loop": 1}}
+    assert "LoRA 2.50" in report_on(tmp_path / "own", capsys, rows=[["LoRA"]], columns=columns)[0]
     write(tmp_path / "diagnostics", [{"value": 50.0, "metric": "loss_reduction"}])
     report.main([str(tmp_path / "diagnostics"), "--output_dir", str(tmp_path / "report")])
     assert "There is no" not in capsys.readouterr().out and (tmp_path / "report/loss_reduction.csv").is_file()
