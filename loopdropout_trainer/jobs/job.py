@@ -36,14 +36,13 @@ from loopdropout_trainer.jobs.training_data import (
     load_examples_of_plan,
     load_training,
 )
-from loopdropout_trainer.results.imported_code import describe_accepted, describe_imports
-from loopdropout_trainer.results.run_files import DEVELOPMENT, RECIPE_FILE, write_run
+from loopdropout_trainer.results.run_files import DEVELOPMENT, write_run
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop
 from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
 from loopdropout_trainer.saving.metadata import MERGED_FOLDER
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
-from loopdropout_trainer.settings.recipe import build, dump_recipe, override
+from loopdropout_trainer.settings.recipe import build, override
 from loopdropout_trainer.terminal import print_sentences
 from loopdropout_trainer.training.sampling import check_sampling
 from loopdropout_trainer.training.unused_fields import warn_of_unreached
@@ -273,9 +272,11 @@ class Job:
         self.load_tasks(held_out)
         self._say_what_is_trained()
         for run in self.unfinished():
-            trainer = make_trainer(run)
+            trainer, begins_anew = make_trainer(run), run.begins_anew
             self.train(trainer, run)
             self.save(trainer, run)
+            if run.script_args.evaluate_base and not begins_anew:  # else the training has begun with it
+                evaluate_base(trainer, run, self.tasks)
             measure(trainer, run, self.tasks, self.references)
             self.finish_run(trainer, run)
         if self.args.process_index == 0:
@@ -319,40 +320,37 @@ class Job:
         return load_adapter(model, adapter, is_trainable=True)
 
     def train(self, trainer: Trainer, run: Run) -> None:
-        """Write the recipe, evaluate the base model, train an adapter, and write the results of the training.
+        """Train an adapter, or load it if it is already trained, and write the recipe of the run.
 
-        An adapter that is already trained is loaded instead.
+        A training that begins anew has its recipe from its beginning, and the results of its base model. One that continues
+        has it from its first step on, so that a command that is refused before changes nothing in the folder.
         """
         from loopdropout_trainer.jobs.progress import JobProgressCallback
+        from loopdropout_trainer.jobs.recording import RunRecord
 
         trainer.method, trainer.recipe = run.title, run.recipe
         trainer.saved_facts |= {**self.loaded.prompts, "prompt_template": self.data_args.prompt_format}
         num_trainings = sum(not run.is_trained for run in self.runs)
-        folder = Path(trainer.args.output_dir)
-        is_trained = run.is_trained  # by the former recipe in the folder, which is replaced now
-        if trainer.is_world_process_zero():
-            code = describe_imports(run.recipe, trainer.model, folder if is_trained else None)
-            comments = describe_accepted(code["accepted_imports"])
-            dump_recipe(
-                {"command": run.args.command, **run.recipe}, folder / RECIPE_FILE, comments, code["used_imports"]
-            )
-            if not is_trained:
-                run.remove_checkpoints_of_other_code()
-                if self.loaded.sources:
-                    code["trained_shares"] = self.loaded.trained_shares
-            write_run(folder, status="trained" if is_trained else "training", **code)
-        if run.script_args.evaluate_base:  # in a folder that a report understands if this is killed
-            evaluate_base(trainer, run, self.tasks)
+        folder, record = Path(trainer.args.output_dir), RunRecord(trainer, run, self.loaded)
         if self.progress is None:
             self.progress = JobProgressCallback(num_trainings)
         self.progress.attach(trainer, run.title)
-        if is_trained:
+        if run.is_trained:
             load_trained(trainer, folder)
-        else:
-            try:
-                train_new(trainer, folder)
-            finally:
-                self.progress.close()
+            record.write(status="trained")
+            return
+        if run.begins_anew:
+            if trainer.is_world_process_zero():
+                run.remove_checkpoints_of_other_code()
+            record.write()
+            if run.script_args.evaluate_base:  # in a folder that a report understands if this is killed
+                evaluate_base(trainer, run, self.tasks)
+        trainer.add_callback(record)
+        try:
+            train_new(trainer, folder)
+        finally:
+            self.progress.close()
+        record.write()  # also if no step was left to train
 
     def save(self, trainer: Trainer, run: Run) -> None:
         """Save a new adapter with its training settings, its card and the state of its training.

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopdropout_trainer.results.run_files import write_run
+from loopdropout_trainer.results.run_files import has_trained, write_run
 from loopdropout_trainer.saving.checkpoints import load_state
 
 
@@ -28,7 +28,8 @@ def train_new(trainer: Trainer, folder: Path) -> None:
     try:
         trainer.train(trainer.args.resume_from_checkpoint)
     except (NonFiniteGradientError, TrainingInterrupted) as error:
-        if trainer.is_world_process_zero() and error.status is not None:
+        is_noted = error.status is not None and not has_trained(folder)  # else the training there has ended before
+        if is_noted and trainer.is_world_process_zero():
             write_run(folder, status=error.status)
         raise
 

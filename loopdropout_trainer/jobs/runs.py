@@ -79,6 +79,11 @@ class Run(NamedTuple):
         return has_trained(self.args.output_dir)
 
     @property
+    def begins_anew(self) -> bool:
+        """Whether a training would begin at its first step: none has ended in the folder, and it continues from none."""
+        return not self.has_ended and self.args.resume_from_checkpoint is None
+
+    @property
     def is_complete(self) -> bool:
         """Whether the run has finished with all of its measurements."""
         is_measured = is_finished(self.args.output_dir) and not find_difference(self.args.output_dir, self.recipe)

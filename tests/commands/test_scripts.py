@@ -12,7 +12,7 @@ import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArgume
 from loopdropout_trainer.settings.recipe import dump_recipe, load_recipe
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
-from loopdropout_trainer.training.stopping import TrainingInterrupted
+from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted
 
 
 SCRIPTS = {name: load_script(f"recipes/{name}.py") for name in ("sft", "dpo", "grpo")}
@@ -318,6 +318,25 @@ def test_next_commands_fit_the_data(quickstart, capsys):
 
 def contents(folder):
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_continuation_that_does_not_begin_changes_nothing(copy, monkeypatch):
+    """The run is still the finished one, whatever ends the command before the first step is done."""
+    words = [copy / "recipe.yaml", "--output_dir", copy, "--compare_with null --max_steps 8 --benchmark_limit 3"]
+    words.append("--resume_from_checkpoint true")
+    before = contents(copy)
+    for error in (RuntimeError, KeyboardInterrupt, NonFiniteGradientError):
+        monkeypatch.setattr(LoopDropoutSFTTrainer, "training_step", Mock(side_effect=error))
+        with pytest.raises(error):
+            run(*words)
+        assert contents(copy) == before
+    state = copy / "checkpoint-6" / "trainer_state.json"
+    state.write_text(re.sub('"digest": "[0-9a-f]+"', '"digest": "1"', state.read_text()))
+    record(state.parent)
+    before = contents(copy)
+    with user_error("The training data changed"):
+        run(*words)
+    assert contents(copy) == before
 
 
 @pytest.mark.parametrize("length", ["--max_steps 4", "--max_steps -1 --num_train_epochs 2", "--max_steps 5"])
