@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.keywords import explain_unknown
 
 
 logger = logging.get_logger(__name__)
@@ -59,6 +60,7 @@ def as_block(function: Callable[_Arguments, Iterator[_Value]]) -> Callable[_Argu
     """Return a generator function as `contextlib.contextmanager` does, which makes a `Block`."""
     make = contextmanager(function)
 
+    @explain_unknown
     @functools.wraps(function)
     def make_block(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Block[_Value]:
         return Block(function.__name__, make(*args, **kwargs))

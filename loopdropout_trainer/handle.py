@@ -21,6 +21,7 @@ from loopdropout_trainer.gate_state import GatedBatch, find_examples
 from loopdropout_trainer.gate_values import as_gate_matrix
 from loopdropout_trainer.gates import Draw, GateRule, change_p, make_rule
 from loopdropout_trainer.gates.rule import as_rule, fields_of
+from loopdropout_trainer.keywords import explain_unknown
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import (
     adapted_layers,
@@ -39,6 +40,7 @@ from loopdropout_trainer.usual_names import hint_at_p
 logger = logging.get_logger(__name__)
 
 
+@explain_unknown
 def loop_dropout(
     model: PeftModel,
     p: float | Sequence[float] | None = None,

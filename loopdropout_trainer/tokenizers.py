@@ -27,6 +27,7 @@ from loopdropout_trainer.errors import (
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path, public_name, read_text
 from loopdropout_trainer.hints import file_hint
 from loopdropout_trainer.hub import TOKENIZER_FILES, download_files, split_revision
+from loopdropout_trainer.keywords import explain_unknown
 from loopdropout_trainer.limits import bounded_rendering, check_length, end_rendering, render_chat
 
 
@@ -119,6 +120,7 @@ def check_tokenizer(tokenizer: Any, name: str = "processing_class", *, is_option
         raise UserError(f"`{name}` must be a tokenizer, as from `load_tokenizer`, got {short_repr(tokenizer)}.")
 
 
+@explain_unknown
 def load_tokenizer(
     name_or_path: str | Path,
     revision: str | None = None,

@@ -23,6 +23,7 @@ from loopdropout_trainer.evaluation.loading import load_task, preserved_random_s
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
 from loopdropout_trainer.evaluation.program_checks import check_programs, leaves_of
 from loopdropout_trainer.evaluation.sample_files import write_samples
+from loopdropout_trainer.keywords import explain_unknown
 from loopdropout_trainer.results.problems import Problems, digest_problems
 
 
@@ -35,6 +36,7 @@ _GROUPS = ("subject", "level", "num_steps")
 
 
 @preserved_random_states()
+@explain_unknown
 def evaluate_tasks(
     lm: LoopedLM,
     tasks: Sequence[str | Task | Group],

@@ -10,8 +10,9 @@ A folder of results has three files:
 from __future__ import annotations
 
 import json
+import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,11 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
 
 def check_results_folder(folder: str | Path) -> None:
     """Raise UserError, with the folder that is meant, if a folder of results does not exist or is a file."""
+    if not isinstance(folder, str | os.PathLike):
+        hint = ""
+        if isinstance(folder, Collection):
+            hint = " Give several folders as separate arguments, as in `load_results(*folders)`."
+        raise UserError(f"A folder of results must be a path, got {short_repr(folder)}.{hint}")
     path = Path(folder)
     if path.is_dir():
         return

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, as_path, first_line, short_repr
 from loopdropout_trainer.files import TINY_OURO_PATH, write_file
 from loopdropout_trainer.hints import USUAL_DTYPES, closest_known
+from loopdropout_trainer.keywords import explain_unknown
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, check_num_loops
 from loopdropout_trainer.lora import adapted_layers, add_gates, attach_adapter, check_peft_config, remove_gates
 from loopdropout_trainer.models.external import loading_fields
@@ -288,6 +289,7 @@ class ModelLoader:
             self._key = None  # the embeddings were resized
 
 
+@explain_unknown
 def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool = False) -> PeftModel:
     """Put a saved adapter on its base model, at the depth that the model is set to.
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, as_path, check_type, short_repr
+from loopdropout_trainer.keywords import explain_unknown
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, is_enabled, merged_update
 from loopdropout_trainer.results.run_files import RECIPE_FILE
@@ -147,6 +148,7 @@ def _without_quantization(base: PreTrainedModel) -> PreTrainedModel:
     return empty
 
 
+@explain_unknown
 def merge_and_save(
     model: PeftModel,
     output_dir: str | Path,
@@ -328,6 +330,7 @@ def _write_merged(
     write_metadata(output_dir, {**find_looped_model(model).trained_with, **facts})
 
 
+@explain_unknown
 def push_merged_to_hub(
     folder: str | Path,
     repo_id: str,

@@ -37,6 +37,7 @@ from loopdropout_trainer.saving.saved_adapter import adapter_folder, check_adapt
 from loopdropout_trainer.saving.trainings import describe_old_merge, describe_training, warn_of_untrained
 from loopdropout_trainer.settings.arguments import find_unsaved_fields
 from loopdropout_trainer.settings.recipe import dump_recipe
+from loopdropout_trainer.training.argument_checks import hint_at_arguments
 from loopdropout_trainer.training.clock import StepClock
 from loopdropout_trainer.training.stopping import check_finite
 
@@ -120,6 +121,7 @@ class AdapterFilesMixin:
                 "such fields. Repeat this training in Python."
             )
 
+    @hint_at_arguments
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the adapter with its training settings and its card. Weights that are not finite are not saved."""
         if output_dir is not None:

@@ -28,11 +28,13 @@ from loopdropout_trainer.saving.pushing import (
     read_card,
     upload,
 )
+from loopdropout_trainer.training.argument_checks import hint_at_arguments
 
 
 class AdapterPushMixin:
     """Cards and pushes of a TRL trainer with a gated adapter. `AdapterTrainingMixin` lists its attributes."""
 
+    @hint_at_arguments
     def create_model_card(
         self,
         model_name: str | None = None,
@@ -92,6 +94,7 @@ class AdapterPushMixin:
             if self.is_world_process_zero():
                 create_branch(self.hub_model_id, self.args.hub_revision, token)
 
+    @hint_at_arguments
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",

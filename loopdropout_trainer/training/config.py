@@ -23,6 +23,7 @@ from loopdropout_trainer.settings.fields import check_fields, check_mappings, op
 from loopdropout_trainer.training.argument_checks import wrong_args
 from loopdropout_trainer.training.evaluation_fields import check_best_checkpoint, word_of
 from loopdropout_trainer.training.field_warnings import warn_of_fields
+from loopdropout_trainer.training.generation_fields import check_reuse, explain_generations
 
 
 if TYPE_CHECKING:
@@ -450,13 +451,9 @@ class LoopDropoutGRPOConfig(GateConfig, GRPOConfig):
     command = "grpo"
 
     def __post_init__(self):
-        super().__post_init__()
-        # Old log-probabilities are computed at unit gates, so that the importance ratio would start far from 1.
-        if self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations):
-            raise UserError(
-                "`num_iterations` must be 1, and `steps_per_generation` must divide `gradient_accumulation_steps`, got "
-                f"{self.num_iterations}, {self.steps_per_generation} and {self.gradient_accumulation_steps}."
-            )
+        with explain_generations(self):
+            super().__post_init__()
+        check_reuse(self)
 
     @property
     def prompts_per_generation(self) -> int:

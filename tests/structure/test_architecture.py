@@ -19,6 +19,7 @@ PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
 arithmetic bounds memory own_code published_sizes renames terminal usual_names
 errors
+keywords
 blocks files gate_texts gate_values gates limits rewards
 hints
 hub reruns
@@ -35,7 +36,7 @@ jobs lm_eval
 sweeps
 """
 """From the ground up. A module imports modules of its own folder and of the floors below its own."""
-BASE = {"errors", "renames", "usual_names"}
+BASE = {"errors", "keywords", "renames", "usual_names"}
 MEETING = {*BASE, "gate_state", "looped"}
 APART = {
     "blocks": BASE,

@@ -306,3 +306,36 @@ def test_rewards_may_be_numbers_of_libraries(make_rewarded):
     trainer = make_rewarded([rate, rate_later])
     trainer.train()
     assert logged(trainer, "rewards/rate/mean") == [2.5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"num_generations": 3},
+            r"`num_generations` must divide .*, 8 \(`per_device_train_batch_size` 8\), got 3. Set "
+            "`per_device_train_batch_size`, which counts completions, to a multiple of 3, or `num_generations` to 2, 4 or 8",
+        ),
+        (
+            {"gradient_accumulation_steps": 2, "num_generations": 5},
+            "16 .*8 and `gradient_accumulation_steps` or `steps_per",
+        ),
+        ({"per_device_train_batch_size": 1}, "to a multiple of 8."),
+        (
+            {"generation_batch_size": 12},
+            "`generation_batch_size` must be a multiple of 8, the `per_device_train_.* got 12",
+        ),
+        (
+            {"generation_batch_size": 16, "num_generations": 5},
+            r"must be a multiple of `num_generations` \(5\).* got 16",
+        ),
+        (
+            {"eval_strategy": "epoch", "num_generations_eval": 3},
+            "`num_generations_eval` must divide .* 8 .*got 3. Set `per_device_eval_batch_size`.* to 2, 4 or 8",
+        ),
+    ],
+    ids=str,
+)
+def test_batches_that_do_not_fit_name_the_fields_to_set(config, fields, message):
+    with user_error(message):
+        config(LoopDropoutGRPOConfig, **{"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, **fields})

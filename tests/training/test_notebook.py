@@ -50,6 +50,7 @@ from loopdropout_trainer.gate_state import GatedBatch
 from loopdropout_trainer.gates import RULES, ExactlyM, GateRule, make_rule
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import adapted_layers
+from loopdropout_trainer.reports.frames import load_results
 from loopdropout_trainer.results.training_results import as_trained
 from loopdropout_trainer.saving.trainings import describe_training
 from loopdropout_trainer.settings.arguments import AdapterArguments
@@ -138,6 +139,9 @@ def test_wrong_keywords_of_methods_name_the_right_ones(make_sft):
         "train": {"resume": "resume_from_checkpoint", "checkpoint": "resume_from_checkpoint"},
         "evaluate": {"dataset": "eval_dataset"},
         "predict": {"dataset": "test_dataset", "eval_dataset": "test_dataset"},
+        "save_model": {"output": "output_dir"},
+        "create_model_card": {"model": "model_name"},
+        "push_to_hub": {"commit": "commit_message"},
     }
     for method, names in wrong.items():
         for name, right in names.items():
@@ -145,6 +149,8 @@ def test_wrong_keywords_of_methods_name_the_right_ones(make_sft):
                 getattr(trainer, method)(**{name: True})
     with user_error("^`max_steps` is not an argument of Own.train. Set `max_steps` in a `LoopDropoutConfig`"):
         trainer.train(max_steps=1)
+    with user_error("^`repo_id` is not an argument of Own.push_to_hub. Set `hub_model_id` in a `LoopDropoutConfig`"):
+        trainer.push_to_hub(repo_id="me/sums")
     assert [*inspect.signature(trainer.train).parameters][0] == "resume_from_checkpoint"
     assert "eval_loss" in trainer.evaluate(mine=1, metric_key_prefix="eval")
 
@@ -1141,6 +1147,14 @@ MISTAKES = {
     "tasks of a name": (
         lambda: evaluate_tasks("tiny-ouro", ["gsm8k"]),
         r"got 'tiny-ouro'. Give `LoopedLM.'tiny-ouro'.`",
+    ),
+    "keyword of a handle": (lambda: loop_dropout(BASE, P=0.3), "`P` is not an .* `loop_dropout`. Did you mean 'p'?"),
+    "usual keyword of a handle": (lambda: loop_dropout(BASE, dropout=0.3), "Did you mean 'p'?"),
+    "keyword of a block": (lambda: use_gates(BASE, gate=0), "`gate` is not an .* `use_gates`. Did you mean 'gates'?"),
+    "keyword of a function": (lambda: load_adapter(BASE, adaptor="a"), "`adaptor` is not .* Did you mean 'adapter'?"),
+    "list of results": (
+        lambda: load_results(["z1", "d2"]),
+        r"must be a path, got \['z1', 'd2'\]. Give several folders as separate arguments, as in `load_results\(",
     ),
     "load adapter": (lambda: load_adapter(BASE, 5), "`adapter` must be a path, got 5"),
     "rule": (lambda: register_rule(5), "`register_rule` takes a subclass of `GateRule`, got 5"),
