@@ -146,18 +146,23 @@ def float32_adapter(model: nn.Module, before: dict[str, Tensor]) -> None:
             parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
 
 
+_TOKEN_MEANS = ("mean_token_accuracy", "entropy")
+"""Values of a batch that TRL's `SFTTrainer` takes as means over the batch's target tokens in all processes."""
+
+
 class EveryExampleOnceMixin:
     """Train and evaluate on each example once, in any number of processes. The batches must have labels.
 
     accelerate fills the last batches of an epoch with examples of its beginning, so that all processes have the same number
     of full batches. Here the last batches stay as short as in one process. A process without a batch takes part with an
     example whose labels are all ignored, since the loss is a sum over labels divided by their number in all processes.
-    Streamed datasets, whose end is not known, keep accelerate's behavior. The evaluation loss is the mean over tokens.
+    Streamed datasets, whose end is not known, keep accelerate's behavior. The loss of an evaluation, its accuracy and its
+    entropy are means over tokens.
     """
 
     _train_batches: Any = None
     _is_evaluating = False  # the next step's tokens are counted while the model is still in evaluation mode
-    _evaluated: np.ndarray  # [2]: sum of this process's losses, and the number of their tokens
+    _evaluated: list[tuple[float, int]]  # of each batch of this process: sum of its losses, and number of their tokens
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training batches of this process, none of which repeats an example."""
@@ -207,21 +212,34 @@ class EveryExampleOnceMixin:
         finally:
             self._is_evaluating = False
         num_tokens = 0 if loss is None else self._count_targets(inputs)
-        if num_tokens:
-            self._evaluated += [loss.item() * num_tokens, num_tokens]
+        self._evaluated.append((loss.item() * num_tokens if num_tokens else 0.0, num_tokens))
         return loss, *others
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         """Evaluate, with the mean loss over the tokens of all processes."""
-        self._evaluated = np.zeros(2)
+        self._evaluated = []
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
         is_own = type(self).prediction_step is not EveryExampleOnceMixin.prediction_step  # its losses are the user's
         if name in output.metrics and not is_own:
-            total, num_tokens = np.sum(gather_object([self._evaluated]), axis=0).tolist()
+            total, num_tokens = self._gather_evaluated().sum(axis=0).tolist()
             if num_tokens:
                 output.metrics[name] = total / num_tokens
         return output
+
+    def _gather_evaluated(self) -> np.ndarray:
+        """Return the sum of the losses and the number of tokens of each round of batches of all processes, [R, 2]."""
+        return np.sum(gather_object([self._evaluated]), axis=0).reshape(-1, 2)
+
+    def _mean_metrics(self):
+        """Return the means of an evaluation, those of TRL's means over the tokens of a round by its number of tokens."""
+        recorded = self._metrics["eval"]
+        num_tokens = self._gather_evaluated()[:, 1]  # [R]
+        for name in _TOKEN_MEANS:
+            values = recorded.get(name, [])
+            if len(values) == len(num_tokens) and num_tokens.sum():
+                recorded[name] = [float(np.average(values, weights=num_tokens))]
+        return super()._mean_metrics()
 
     def _count_targets(self, inputs: dict[str, Any]) -> int:
         """Return the number of target tokens in a batch."""

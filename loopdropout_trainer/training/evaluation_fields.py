@@ -11,9 +11,6 @@ from transformers import TrainingArguments
 from loopdropout_trainer.errors import UserError, closest_match
 
 
-_OF_EACH_DATASET = ("loss",)
-"""Metrics of an evaluation whose names begin with the dataset's if there are several held-out datasets."""
-
 _COSTS = ("runtime", "samples_per_second", "steps_per_second", "num_tokens", "model_preparation_time")
 """Ends of the names of measured times and numbers of tokens, which do not say which checkpoint is the best one."""
 
@@ -103,10 +100,9 @@ def list_metrics(command: str, datasets: Iterable[str] = ()) -> list[str]:
         command: Command that trains: sft, dpo or grpo.
         datasets: Names of the held-out datasets if there are several.
     """
-    names = [f"{dataset}_{own}" for dataset in datasets for own in _OF_EACH_DATASET]
-    if not names:
-        names = list(_OF_EACH_DATASET)
-    return [*names, *_METRICS[command]]
+    names = ["loss", *_METRICS[command]]
+    of_datasets = [f"{dataset}_{name}" for dataset in datasets for name in names]
+    return of_datasets or names
 
 
 def check_best_metric(args: Any, datasets: Iterable[str] = ()) -> None:

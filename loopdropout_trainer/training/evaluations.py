@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import PredictionOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from loopdropout_trainer.lora import check_present
 from loopdropout_trainer.renames import hide_library_warnings
@@ -53,6 +53,25 @@ class EvaluationMixin:
         self._forget_drawn_gates()
         with hide_library_warnings(), closing_bars(self), self._load_prepared():
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate, with the means of the values that TRL's trainer records for each batch, named as the loss is.
+
+        TRL adds them to the next log, always as `eval_...` and together with those of other passes since the last log.
+        """
+        self._metrics["eval"].clear()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        for name, mean in self._mean_metrics().items():
+            output.metrics[f"{metric_key_prefix}_{name}"] = mean
+        self._metrics["eval"].clear()
+        return output
+
+    def _mean_metrics(self) -> dict[str, float | None]:
+        """Return the means over batches of the values that TRL's trainer has recorded in an evaluation, by their names."""
+        means = {}
+        for name, values in self._metrics["eval"].items():
+            means[name] = sum(values) / len(values) if values else None
+        return means
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return the loader of the held-out examples. A dataset that you give is prepared as the training data."""

@@ -228,7 +228,7 @@ class GatingMixin:
         gates = label_gates(self.model, self.num_loops)
         with checking_metrics(self):
             output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
             )
         if self.num_loops != self.looped.trained_with.get("num_loops", self.num_loops):
             output.metrics[f"{metric_key_prefix}{OTHER_DEPTH}"] = self.num_loops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,13 @@ class LoopDropoutGRPOTrainer(ReferenceMixin, GateSamplingMixin, GRPOTrainer):
         return super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
+
+    def _mean_metrics(self) -> dict[str, float | None]:
+        """Return the means of an evaluation without the batches in which a reward function has given no reward (NaN)."""
+        recorded = self._metrics["eval"]
+        for name, values in recorded.items():
+            recorded[name] = [value for value in values if not math.isnan(value)]
+        return super()._mean_metrics()
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], None]:
         """Return the ids of the completions of a micro-batch."""

@@ -122,7 +122,7 @@ def describe_reversed(args: TrainingArguments) -> str | None:
             f"`greater_is_better` is true for the metric {name}, so the checkpoint with the largest loss counts as the best "
             "one. Remove `greater_is_better`, or set it to false."
         )
-    if not args.greater_is_better and name in _HIGHER_IS_BETTER:
+    if not args.greater_is_better and name.endswith(_HIGHER_IS_BETTER):  # also after a dataset's name
         return (
             f"`greater_is_better` is false for the metric {name}, so the checkpoint with its smallest value counts as the "
             "best one. Remove `greater_is_better`, or set it to true."

@@ -189,7 +189,7 @@ def train(folder: Path, name: str, args: LoopDropoutConfig | None = None, **fiel
     trainer.save_model(str(folder / name))
     parameters = list(trainer.model.parameters())  # under ZeRO-3 each process holds a part of each
     held = sum(getattr(parameter, "ds_tensor", parameter).numel() for parameter in parameters)
-    return {
+    record = {
         "distributed_type": trainer.accelerator.distributed_type.value,
         "world_size": trainer.accelerator.num_processes,
         "share_of_weights": held / sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters),
@@ -198,8 +198,9 @@ def train(folder: Path, name: str, args: LoopDropoutConfig | None = None, **fiel
         "steps": counter.steps,
         "gate_mean": [entry["gate_mean"] for entry in trainer.state.log_history if "gate_mean" in entry],
         "num_tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry],
-        "eval_loss": trainer.evaluate()["eval_loss"],
     }
+    metrics = trainer.evaluate()
+    return record | {name: metrics[name] for name in ("eval_loss", "eval_mean_token_accuracy")}
 
 
 _FIELDS = {

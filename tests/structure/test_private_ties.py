@@ -83,6 +83,7 @@ BEHAVIORS = {
         find_packed_sequence_indices(POSITIONS), example_starts(POSITIONS).cumsum(-1) - 1
     ),
     "SFTTrainer._total_train_tokens": lambda make: make()._total_train_tokens == 0,
+    "SFTTrainer._metrics": lambda make: make()._metrics["eval"] == {},
     "forward of a trainer's model": lambda make: isinstance(vars(make().looped)["forward"], MethodType),
     "hooks of a module": lambda make: {"_forward_hooks", "_forward_pre_hooks"} <= vars(torch.nn.Module()).keys(),
     "shift_labels": lambda make: "shift_labels" in make().looped.forward.__func__.__code__.co_varnames,

@@ -226,6 +226,10 @@ UNUSED = [
         {**BEST, "greater_is_better": False, "metric_for_best_model": "eval_mean_token_accuracy"},
         "`greater_is_better` is false for the metric mean_token_accuracy, so the checkpoint with its smallest value",
     ),
+    (
+        {**BEST, "greater_is_better": False, "metric_for_best_model": "short_mean_token_accuracy"},
+        "`greater_is_better` is false for the metric short_mean_token_accuracy, so the checkpoint with its smallest",
+    ),
 ]
 USED = [
     {"lr_scheduler_type": "constant", "warmup_steps": 3, "warmup_from_first_step": True},

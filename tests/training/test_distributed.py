@@ -32,7 +32,7 @@ def check(runs, reference, layout, rel=1e-4, tolerance=TOLERANCE):
         (expected,) = reference[name].records
         for record in run.records:
             assert (record["distributed_type"], record["world_size"]) == (layout.distributed_type, layout.processes)
-            for loss in ("losses", "train_loss", "eval_loss"):
+            for loss in ("losses", "train_loss", "eval_loss", "eval_mean_token_accuracy"):
                 assert record[loss] == pytest.approx(expected[loss], rel=rel), (name, loss)
             for count in ("gate_mean", "num_tokens"):
                 assert record[count] == pytest.approx(expected[count], rel=1e-6), (name, count)
@@ -98,13 +98,37 @@ def test_split_batches_equal_one_process(reference, tmp_path, name):
 
 
 @pytest.mark.parametrize("fields", [{}, {"padding_free": True, "max_length": None}], ids=str)
-def test_evaluation_loss_is_the_mean_over_tokens(make_sft, fields):
-    trainer = make_sft(loss_type="nll")  # whose model returns logits in every TRL
+def test_evaluation_is_the_mean_over_tokens(make_sft, fields):
+    """So are the accuracy and the entropy, of this evaluation's batches alone, and under their own names."""
+
+    def make(**fields):
+        trainer = make_sft(**fields)
+        with torch.no_grad():
+            trainer.model.get_output_embeddings().weight *= 100  # so that the entropies of the tokens differ
+        return trainer
+
+    trainer = make(loss_type="nll")  # whose model returns logits in every TRL
     batch = trainer.data_collator(list(trainer.eval_dataset))
     with torch.no_grad():
-        total = example_nll(trainer.model(**batch).logits, batch["labels"]).sum()
-    loss = make_sft(per_device_eval_batch_size=3, **fields).evaluate()["eval_loss"]
-    assert loss == pytest.approx((total / (batch["labels"] != -100).sum()).item(), rel=1e-6)
+        logits = trainer.model(**batch).logits
+    targets = batch["labels"][:, 1:]
+    scored = logits[:, :-1][targets != -100]  # [T, V]
+    means = {
+        "loss": (example_nll(logits, batch["labels"]).sum() / len(scored)).item(),
+        "mean_token_accuracy": (scored.argmax(dim=-1) == targets[targets != -100]).float().mean().item(),
+        "entropy": torch.distributions.Categorical(logits=scored).entropy().mean().item(),
+    }
+    trainer = make(per_device_eval_batch_size=3, **fields)
+    whole = trainer.evaluate()
+    assert whole["eval_loss"] == pytest.approx(means["loss"], rel=1e-6)
+    assert {name: whole[f"eval_{name}"] for name in means} == pytest.approx(means, rel=1e-4)
+    rows = trainer.eval_dataset
+    parts = trainer.evaluate({"all": rows, "one": rows.select([0])}, metric_key_prefix="mine")
+    predicted = trainer.predict(rows).metrics
+    assert {name: parts[f"mine_all_{name}"] for name in means} == pytest.approx(means, rel=1e-4)
+    assert {name: predicted[f"test_{name}"] for name in means} == pytest.approx(means, rel=1e-4)
+    assert "mine_one_mean_token_accuracy" in parts and not any(name.startswith("eval_") for name in parts)
+    assert trainer.evaluate()["eval_entropy"] == whole["eval_entropy"]
 
 
 @pytest.mark.slow

@@ -174,6 +174,12 @@ def test_generation_after_drawn_gates_is_at_unit_gates(make, cls):
     else:
         trainer.evaluate(PROMPTS.select(range(2)))
         assert unlisted_metrics(trainer) == set()
+        rewards = iter([None, 1.0])  # of the two batches
+        trainer.reward_funcs[0] = lambda completions, rewards=rewards, **columns: [next(rewards)] * len(completions)
+        trainer.args.per_device_eval_batch_size = 3
+        metrics = trainer.evaluate({"a": PROMPTS.select(range(2))})
+        assert metrics["eval_a_rewards/reward/mean"] == 1, "of the batch that has rewards"
+        assert "eval_a_reward" in metrics and "eval_reward" not in metrics
     assert not trainer.gate_state.batch.is_set
 
 

@@ -312,6 +312,11 @@ def test_unmeasured_metric_is_explained(make_trainer):
     trainer.eval_dataset = {"short": trainer.eval_dataset, "long": trainer.eval_dataset}
     with user_error("`metric_for_best_model` must be one of short_loss, .*long_loss, .*got 'loss'."):
         trainer.train()
+    trainer.args.metric_for_best_model = "entropy"  # of which dataset?
+    with user_error(
+        "`metric_for_best_model` must be one of short_loss, .*short_entropy, .*got 'entropy'. Did you mean"
+    ):
+        trainer.train()
     assert trainer.state.global_step == 0
 
 
