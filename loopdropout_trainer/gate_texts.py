@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
+
+
+SINGLE_LOOP = "single_loop"
+"""Word of commands for the gates of each loop alone, one after the other."""
 
 
 def expand_gates(gates: Sequence[str | None] | None, num_loops: int) -> list[str | None]:
@@ -13,7 +18,7 @@ def expand_gates(gates: Sequence[str | None] | None, num_loops: int) -> list[str
         return [None]
     expanded = []
     for text in gates:
-        if text == "single_loop":
+        if text == SINGLE_LOOP:
             expanded.extend(f"loop {loop}" for loop in range(1, num_loops + 1))
         else:
             expanded.append(text)
@@ -28,7 +33,7 @@ def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> 
     """
     if gates is None:
         return None
-    single_loops = expand_gates(["single_loop"], num_loops)
+    single_loops = expand_gates([SINGLE_LOOP], num_loops)
     values = gates
     if gates in single_loops:
         values = [text == gates for text in single_loops]  # True in the named loop only
@@ -42,10 +47,37 @@ def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> 
         example = "-".join("1000"[:num_loops])
         raise UserError(
             f"`gates` must have one number for each loop (K = {num_loops}), such as {example}, got {short_repr(gates)}."
+            f"{_name_words(gates, single_loops)}"
         )
     if all(number == 1 for number in numbers):
         return None
     return numbers
+
+
+def _name_words(gates: str | float | Sequence[float], single_loops: Sequence[str]) -> str:
+    """Return a sentence with the names of single loops for gates that are a word, else ""."""
+    if not _is_word(gates):
+        return ""
+    names = repr(single_loops[0])
+    if len(single_loops) > 1:
+        names += f" to {single_loops[-1]!r}"
+    return f" The adapter in one loop alone is {names}."
+
+
+def _is_word(gates: str | float | Sequence[float] | None) -> bool:
+    """Return whether gates are a text with letters."""
+    return isinstance(gates, str) and bool(re.search("[A-Za-z]", gates))
+
+
+def check_gates(text: str, num_loops: int) -> None:
+    """Raise UserError unless gates of a command, which may be `single_loop`, have one number for each of K loops."""
+    try:
+        parse_gates(expand_gates([text], num_loops)[0], num_loops)
+    except UserError as error:
+        if not _is_word(text):
+            raise
+        words = f" `{SINGLE_LOOP}` takes each loop in turn.{closest_match(text, [SINGLE_LOOP])}"
+        raise UserError(f"{error}{words}") from None
 
 
 def check_listed_depth(
@@ -62,7 +94,8 @@ def check_listed_depth(
         depths: Depths of `eval_num_loops`.
         own_depth: Depth of the model without `eval_num_loops`, if it is known. A command that lists others means those.
     """
-    if fit_depth([text], depth):
+    is_unknown_word = _is_word(text) and not re.fullmatch(r"loop \d+", text)
+    if is_unknown_word or fit_depth([text], depth):  # a word that no depth fits is no matter of the depth
         return
     fitting = " ".join(str(listed) for listed in depths if fit_depth(gates, listed))
     origin = f"`eval_num_loops` ({', '.join(map(str, depths))}), of the recipe or the command"
@@ -78,7 +111,7 @@ def check_listed_depth(
             fix = f"Add `--eval_num_loops {fitting}`, which all `gates` fit."
         remark = f"K is one of {origin}. {fix}"
     try:
-        parse_gates(expand_gates([text], named)[0], named)
+        check_gates(text, named)
     except UserError as error:
         raise UserError(f"{error} {remark}") from None
 

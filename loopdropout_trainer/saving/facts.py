@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import is_checkpoint, model_path, public_name
-from loopdropout_trainer.gate_texts import check_listed_depth, expand_gates, parse_gates
+from loopdropout_trainer.gate_texts import check_gates, check_listed_depth
 from loopdropout_trainer.hub import split_revision
 from loopdropout_trainer.results.run_files import read_accepted_imports, read_imports
 from loopdropout_trainer.results.sweep_folder import describe_progress
@@ -134,7 +134,7 @@ class Source:
             if depth is not None:  # which loading tells for an adapter without its settings
                 if listed:
                     check_listed_depth(text, depth, gates, listed, self.num_loops)
-                parse_gates(expand_gates([text], depth)[0], depth)
+                check_gates(text, depth)
 
     def check_mergeable(self) -> None:
         """Raise UserError if the update of an adapter differs between loops, so that it cannot be merged."""

@@ -218,7 +218,10 @@ def test_checkpointed_unit_pass_raises_in_a_block(use_reentrant):
         ),
         ({"p": 1}, r"must be a list of numbers, .* such as \[1, 0, 0, 0\], got {'p': 1}"),
         ("1-0-0", r"one number for each loop \(K = 4\), such as 1-0-0-0, got '1-0-0'"),
-        ("single_lop", r"one number for each loop \(K = 4\), such as 1-0-0-0, got 'single_lop'"),
+        (
+            "single_lop",
+            r"one number for each loop \(K = 4\), such as 1-0-0-0, got 'single_lop'. The adapter in one .* 'loop 4'.$",
+        ),
         (0.3, r"got 0.3. For one gate in all loops, write `\[0.3\] \* 4`. A drop probability belongs in"),
     ],
 )

@@ -678,6 +678,7 @@ GATED = {
             r"`gates` must have one number for each loop \(K = 3\), such as 1-0-0, got '1-0-0-0'",
         ),
         ("run", "loop 5", r"`gates` must have one number for each loop \(K = 4\), such as 1-0-0-0, got 'loop 5'"),
+        ("run", "single_lop", "one loop alone is 'loop 1' to 'loop 4'. `single_loop` .* Did you mean 'single_loop'?"),
     ],
 )
 def test_gates_that_do_not_run_are_refused_before_loading(places, tmp_path, monkeypatch, kind, gates, message):
@@ -701,6 +702,8 @@ def test_gates_without_a_number_name_the_depth_of_the_model_first(places, tmp_pa
     for gates, end in ((["1-0-0"], fix), (["1-0-0", "1-0"], "")):
         with user_error(f"^{re.escape(message + end)}$"):
             load_script("recipes/evaluate.py").main([*words, *gates, "--eval_num_loops", "1", "3", "4"])
+    with user_error(r"Did you mean 'single_loop'\?$"):  # which is no matter of the depth
+        load_script("recipes/evaluate.py").main([*words, "single_lop", "--eval_num_loops", "1", "3", "4"])
 
 
 def test_order_and_current_directory_change_nothing(places, tmp_path, monkeypatch):
