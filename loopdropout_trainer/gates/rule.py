@@ -369,8 +369,9 @@ def make_from_fields(classes: Mapping[str, type], option: str, name: str, fields
     for field in fields:
         if field not in valid:
             takes = ", ".join(valid) or "no fields"
-            hint = hint_at_p(field) if "p" in valid else ""
-            hint = hint or closest_match(field, valid)
+            hint = closest_match(field, valid)
+            if "p" in valid and (field != "q" or is_packaged(classes[name])):  # an own rule says what its `p` means
+                hint = hint_at_p(field) or hint
             raise UserError(f"`{option}: {name}` has no field {field!r}. It takes {takes}.{hint}")
     for field in own_fields:
         has_default = field.default is not MISSING or field.default_factory is not MISSING

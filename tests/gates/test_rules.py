@@ -325,6 +325,9 @@ def test_own_rule_without_a_default_names_its_field(field):
         with user_error(f"`rule: alternating` must have a value of its field '{field}', got none. Set {fix}"):
             make_rule("alternating")
         assert getattr(make_rule("alternating", **{field: 0.5}), field) == 0.5
+        if field == "p":  # which an own rule can call the probability of something else
+            with user_error("`rule: alternating` has no field 'q'. It takes p.$"):
+                make_rule("alternating", q=0.5)
 
 
 def test_example_of_own_rule_trains(train):

@@ -149,6 +149,7 @@ def test_wrong_field_that_is_set_later_raises(config, name, value, message):
         ({"rule_args": {"q": 0.5}}, "'q'"),
         ({"prob": 0.5}, "`prob` is not a field of LoopDropoutConfig. Did you mean 'p'?"),
         ({"rule_args": {"drop_prob": 0.5}}, "no field 'drop_prob'. It takes p. Did you mean 'p'?"),
+        ({"rule_args": {"q": 0.5}}, "no field 'q'. It takes p. Set `p` = 1 - q, the probability that a loop is off."),
         ({"m": 2}, r"Put fields of the rule exactly_m under `rule_args`: \{m: 2\}"),
         ({"rule": "dropout"}, "`rule` must be one of .*, got 'dropout'. Did you mean 'loop_dropout'?"),
         ({"rule_args": 3}, "`rule_args` must be a mapping"),
