@@ -37,6 +37,7 @@ from loopdropout_trainer.evaluation.development import check_no_development
 from loopdropout_trainer.evaluation.plan import (
     Setting,
     list_settings,
+    load_planned_tasks,
     print_evaluation_plan,
     print_plan_without_models,
 )
@@ -242,14 +243,9 @@ def find_sources_or_plan(
 
 def plan_without_models(args: EvaluationArguments, num_loops: int | None) -> None:
     """Print the part of the plan that needs no model. A task whose data cannot be loaded, either, has the reason."""
-    tasks: dict[str, Task | Group | str] = {}
-    for name in args.benchmarks:
-        try:
-            loaded = load_benchmarks([name], args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
-        except UserError as error:
-            tasks[name] = str(error)
-        else:
-            (tasks[name],) = loaded
+    tasks = load_planned_tasks(
+        args.benchmarks, args.own_benchmarks or {}, args.benchmark_revisions, args.benchmark_limit
+    )
     depths = args.eval_num_loops or [num_loops]
     print_plan_without_models(
         [*args.adapters],

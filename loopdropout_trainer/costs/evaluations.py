@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +53,11 @@ def add_answers(parts: Iterable[Answers]) -> Answers:
         sum(part.num_tokens for part in parts),
         frozenset().union(*(part.uncounted for part in parts)),
     )
+
+
+def is_on_hub(name: str, own_benchmarks: Collection[str]) -> bool:
+    """Return whether the problems of a task are surely on the Hub, and neither generated nor in files of the user."""
+    return name in PUBLISHED_TASKS and not name.startswith("arithmetic_") and name not in own_benchmarks
 
 
 def count_answers(options: ScriptArguments, recipe: Mapping[str, Any], depth: int | None) -> Answers:

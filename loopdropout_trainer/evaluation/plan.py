@@ -10,12 +10,14 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from loopdropout_trainer.costs.evaluations import DEFAULT_MAX_NEW_TOKENS, HOW_TO_TIME
-from loopdropout_trainer.errors import count
+from loopdropout_trainer.costs.evaluations import DEFAULT_MAX_NEW_TOKENS, HOW_TO_TIME, is_on_hub
+from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.evaluation.answer_code import count_kept
 from loopdropout_trainer.evaluation.harness import list_problems, name_of
+from loopdropout_trainer.evaluation.loading import load_benchmarks
 from loopdropout_trainer.evaluation.program_checks import leaves_of
 from loopdropout_trainer.gate_texts import expand_gates
+from loopdropout_trainer.hub import can_reach_hub
 from loopdropout_trainer.results.run_files import read_own_results, unneeded_columns
 from loopdropout_trainer.terminal import titled
 
@@ -106,6 +108,31 @@ def print_evaluation_plan(
     }
     _print_plan(plan)
     print(f"\nNext:\n  {command}")
+
+
+def load_planned_tasks(
+    names: Sequence[str],
+    own_benchmarks: Mapping[str, Mapping[str, Any]],
+    revisions: Mapping[str, str] | None,
+    limit: int | None,
+) -> dict[str, Task | Group | str]:
+    """Return each task by its name, or the reason why its problems cannot be loaded.
+
+    Args:
+        names, own_benchmarks, revisions, limit: As in `load_benchmarks`.
+    """
+    tasks: dict[str, Task | Group | str] = {}
+    for name in names:
+        if is_on_hub(name, own_benchmarks) and not can_reach_hub():  # its client would try for half a minute
+            tasks[name] = "problems not counted, because the Hub cannot be reached"
+            continue
+        try:
+            loaded = load_benchmarks([name], own_benchmarks, revisions, limit)
+        except UserError as error:
+            tasks[name] = str(error)
+        else:
+            (tasks[name],) = loaded
+    return tasks
 
 
 def print_plan_without_models(

@@ -546,7 +546,7 @@ def test_dry_run_counts_the_results_of_the_same_measurement(saved, tmp_path, cap
     assert "done        0 of 2 results on the same problems\n" in capsys.readouterr().out
 
 
-def test_dry_run_without_the_model_has_all_that_needs_none(saved, tmp_path, capsys):
+def test_dry_run_without_the_model_has_all_that_needs_none(saved, tmp_path, capsys, monkeypatch):
     """The depths, the problems and the kept answers. A task whose data cannot be loaded has the reason."""
     fields = {"benchmark_limit": 2, "model_name_or_path": "nobody/no-model", "dry_run": "true"}
     command = words(saved, tmp_path / "out", "--adapter", "none", "--eval_num_loops", 2, 4, **fields)
@@ -565,6 +565,15 @@ def test_dry_run_without_the_model_has_all_that_needs_none(saved, tmp_path, caps
         SCRIPT.main([*command[:place], "metamath_math500", *command[place + 1 :]])
     out = capsys.readouterr().out
     assert "metamath_math500: The task `metamath_math500` cannot be loaded: " in out and "in all" not in out
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    with user_error("missing does not exist"):
+        SCRIPT.main(
+            [*command[:place], "metamath_math500", *command[place:], "--model_name_or_path", f"{saved}/missing"]
+        )
+    out = capsys.readouterr().out
+    assert "metamath_math500: problems not counted, because the Hub cannot be reached\n" in out
+    assert "arithmetic_test, 2 problems" in out
 
 
 def test_dry_run_plans_the_depth_that_is_measured(saved, tmp_path, capsys):
