@@ -203,11 +203,14 @@ def _describe_edits(results: pd.DataFrame) -> list[str]:
     """Return a sentence about each file of `--import` that has changed since the trainings of some results."""
     sentences = []
     for path, own in sorted(_group_by_fact(results, find_edited).items()):
+        whose, folders = "their", "folders"
+        if own["run"].nunique() == 1:
+            whose, folders = "its", "folder"
         fix = "Train again if the change concerns them."
         if own["sweep"].notna().any():
-            fix = f"The sweep counts them only with `{ACCEPT}`, or trains them again after you have removed their folders."
+            fix = f"The sweep counts them only with `{ACCEPT}`, or trains them again after you have removed {whose} {folders}."
         sentences.append(
-            f"{path} has changed since the training of {_name_trainings(own)}, so their results are those of the earlier "
+            f"{path} has changed since the training of {_name_trainings(own)}, so {whose} results are those of the earlier "
             f"file. {fix}"
         )
     return sentences

@@ -1574,6 +1574,11 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
     )
     with patch("loopdropout_trainer.results.imported_code.IMPORTED", []):  # a report needs no `--import`
         assert any(line.startswith(edited) for line in describe_left_out_runs(results, final_results(results)))
+        own = results[results["run"] == str(run)]
+        (line,) = [line for line in describe_left_out_runs(own, own) if "has changed since" in line]
+        assert (
+            "the training of 1 run (lora), so its results are" in line and "after you have removed its folder." in line
+        )
         for text, found in (("def\n", [str(rule)]), ("import json, not_here\n", []), ("import json\n", [str(rule)])):
             rule.write_text(text)
             assert find_edited(run) == found  # what an unknown file imports may have the digest of the training
