@@ -52,6 +52,12 @@ class OptimizerMixin:
         if changed or self._optimized_adapter != self.model.active_adapters[0]:
             self.optimizer = self.lr_scheduler = self._optimized_adapter = None
 
+    def _keeps_optimizer(self) -> bool:
+        """Return whether the next training continues with the optimizer of the last one, and so with its momentum."""
+        if self.optimizer is None or self.is_deepspeed_enabled:  # which makes another one in each training
+            return False
+        return bool(self.optimizer.state)
+
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Create the optimizer, with LoRA+ if `loraplus_lr_ratio` is set."""
         args = self.args

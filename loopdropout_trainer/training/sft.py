@@ -254,7 +254,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             tqdm.write(describe_what_trains(self.model, self.saved_settings(), checkpoint is not None))
             for sentence in describe_repeated(self):
                 logger.warning(sentence)
-        log_start(self.model, self.start, checkpoint)
+        log_start(self.model, self.start, checkpoint, self._keeps_optimizer())
         rows = self.args.rows_per_process
         self._rule_fault = find_fault(self.rule, self.num_loops, self.physical_layers, rows, self.gate_seed)
         if self._rule_fault is not None:

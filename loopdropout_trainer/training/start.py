@@ -134,13 +134,19 @@ def describe_what_trains(model: PeftModel, settings: Mapping[str, Any], continue
     return f"{line} {warning}".rstrip()
 
 
-def log_start(model: PeftModel, start: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
+def log_start(
+    model: PeftModel,
+    start: Mapping[str, Any],
+    checkpoint: Checkpoint | None = None,
+    keeps_optimizer: bool = False,
+) -> None:
     """Log which of several adapters trains, that its weights were trained before, and if others than the adapter's train.
 
     Args:
         model: Model with the adapter that is trained.
         start: Settings from `find_start`.
         checkpoint: Checkpoint that the training continues from, or None.
+        keeps_optimizer: Whether the optimizer of an earlier training has its momentum still, if there is no checkpoint.
     """
     outside = [name for name, weight in model.named_parameters() if weight.requires_grad and "lora_" not in name]
     if outside:
@@ -171,5 +177,10 @@ def log_start(model: PeftModel, start: Mapping[str, Any], checkpoint: Checkpoint
             f"The training starts from present weights of the model, which were trained {trainings}. For a "
             "fresh start, load the base model again and make a new trainer."
         )
+        if keeps_optimizer:
+            logger.warning(
+                "The optimizer keeps its momentum and its number of steps, also after a change of the rule or p. For a new "
+                "optimizer, make a new trainer of `trainer.model`."
+            )
     if earlier[-1].endswith(_CHANGED_BASE):
         logger.warning("Save the changed base model, too, because the new adapter runs on its weights only.")

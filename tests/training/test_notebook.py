@@ -982,11 +982,17 @@ def test_adapter_that_a_callback_changes_raises(make_sft, change):
 
 def test_changed_learning_rate_applies_to_the_next_training(make_sft, log):
     trainer = make_sft(max_steps=1, logging_steps=1, lr_scheduler_type="constant")
+    keeps = "The optimizer keeps its momentum and its number of steps, also after a change of the rule or p."
     trainer.train()
+    assert keeps not in log.text
+    trainer.rule = "lora"
     trainer.train()
-    assert "new optimizer" not in log.text
+    assert "new optimizer, because" not in log.text and keeps in log.text
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
+    log.clear()
     trainer.args.learning_rate = 0.5
     trainer.train()
+    assert keeps not in log.text
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.5, 0.5]
     assert "The training begins with a new optimizer, because `learning_rate` of `args` changed." in log.text
     for value, message in ((-1, "`learning_rate` must be at least 0"), ("1e-4", "`learning_rate` must be a number")):
