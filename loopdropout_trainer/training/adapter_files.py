@@ -240,6 +240,11 @@ class AdapterFilesMixin:
         else:
             self.model.load_adapter(str(adapter_folder(self.state.best_model_checkpoint, adapter)), adapter)
 
+    @property
+    def _line_title(self) -> str:
+        """The beginning of a line about this training in the log of a command, which can train several methods."""
+        return f"{self.method}: " if self.method else ""
+
     def _load_callback_state(self) -> None:
         """Restore the user's callbacks, if `restore_callback_states_from_checkpoint` is set.
 

@@ -387,7 +387,9 @@ class AdapterTrainingMixin(
     def _report_early_stop(self, resuming: str) -> None:
         """Log that the training stopped early, if it did. `resuming`: code or option that continues it."""
         if self._early_stop_callback is not None:
-            self._early_stop_callback.report_stop(self.args, self.state, resuming, self.recipe is not None)
+            self._early_stop_callback.report_stop(
+                self.args, self.state, resuming, self.recipe is not None, self._line_title
+            )
 
     # The order of the examples
 

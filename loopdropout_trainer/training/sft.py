@@ -225,7 +225,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
                     output = super().train(checkpoint, trial, ignore_keys_for_eval)
                 self._report_early_stop(describe_resuming(self))  # now the state has the planned number of steps again
                 self._stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
-                warn_of_unsaved_best(self.args, self.state)
+                warn_of_unsaved_best(self.args, self.state, self._line_title)
                 self._check_fields()  # a callback may have changed a field after the last draw
                 self._record_training()
                 self._record_facts()

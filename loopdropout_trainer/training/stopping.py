@@ -169,7 +169,9 @@ class EarlyStopCallback(EarlyStoppingCallback):
         super().on_train_begin(args, state, control, **kwargs)
         self.early_stopping_patience_counter = count_worse_evaluations(state)
 
-    def report_stop(self, args: TrainingArguments, state: TrainerState, resuming: str, is_command: bool) -> None:
+    def report_stop(
+        self, args: TrainingArguments, state: TrainerState, resuming: str, is_command: bool, title: str = ""
+    ) -> None:
         """Log that a training stopped early, and how it continues.
 
         Args:
@@ -177,6 +179,7 @@ class EarlyStopCallback(EarlyStoppingCallback):
             state: State of the training at its end.
             resuming: Code or option that continues it.
             is_command: Whether a command trains, and not a program or a notebook.
+            title: Beginning of the line, which names the training, such as "LoRA: ".
         """
         # Another callback may have stopped the training.
         is_patient = self.early_stopping_patience_counter < self.early_stopping_patience
@@ -186,8 +189,8 @@ class EarlyStopCallback(EarlyStoppingCallback):
         metric = name_metric(args.metric_for_best_model)
         evaluations = count(self.early_stopping_patience, "evaluation")
         logger.warning(
-            f"Training stopped early, at step {state.global_step:,} of {state.max_steps:,}, after {evaluations} without a "
-            f"better {metric}.{kept}{self._describe_continuing(args, state, resuming, is_command)}"
+            f"{title}Training stopped early, at step {state.global_step:,} of {state.max_steps:,}, after {evaluations} "
+            f"without a better {metric}.{kept}{self._describe_continuing(args, state, resuming, is_command)}"
         )
 
     def _describe_continuing(
@@ -225,13 +228,16 @@ def closing_bars(trainer: Trainer, ends_training: bool = False) -> Iterator[None
         raise
 
 
-def warn_of_unsaved_best(args: TrainingArguments, state: TrainerState) -> None:
-    """Warn after a training with `load_best_model_at_end` if no checkpoint has its best step."""
+def warn_of_unsaved_best(args: TrainingArguments, state: TrainerState, title: str = "") -> None:
+    """Warn after a training with `load_best_model_at_end` if no checkpoint has its best step.
+
+    `title`: Beginning of the line, which names the training.
+    """
     if not args.load_best_model_at_end or not state.is_world_process_zero:
         return
     if unsaved := describe_unsaved_best(state, args.metric_for_best_model):
         logger.warning(
-            f"{unsaved}, because checkpoints are saved at other steps. Evaluate and save at the same steps."
+            f"{title}{unsaved}, because checkpoints are saved at other steps. Evaluate and save at the same steps."
         )
 
 

@@ -437,7 +437,8 @@ def test_early_stop_is_an_end(tmp_path, log, monkeypatch, capsys):
     assert re.search(rf"(?m)^Loop Dropout: Kept {kept}$", text) and is_finished(folder)
     assert re.search(rf"\| Kept weights \| {kept} \|", (folder / "README.md").read_text())
     assert (
-        "stopped early, at step 4 of 6, after 1 evaluation without a better held-out loss. The weights of step 2 are kept. "
+        "Loop Dropout: Training stopped early, at step 4 of 6, after 1 evaluation without a better held-out loss. The "
+        "weights of step 2 are kept. "
         "To train it further, set `early_stopping_patience` to 2, for example, and continue with `--resume_from_checkpoint "
         "true`." in log.text
     )
