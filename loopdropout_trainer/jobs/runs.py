@@ -12,8 +12,8 @@ from loopdropout_trainer.files import find_unwritable
 from loopdropout_trainer.jobs.changed_benchmarks import find_changed_benchmarks
 from loopdropout_trainer.jobs.checks import check_measurements
 from loopdropout_trainer.results.imported_code import find_other_code, find_unused_changes
-from loopdropout_trainer.results.recipe_changes import LENGTH, MEASURED, RESUMABLE, UNCOMPARED, find_difference
-from loopdropout_trainer.results.run_files import has_trained, is_finished
+from loopdropout_trainer.results.recipe_changes import CHOICE, LENGTH, MEASURED, RESUMABLE, UNCOMPARED, find_difference
+from loopdropout_trainer.results.run_files import has_trained, is_finished, read_recipe
 from loopdropout_trainer.saving.checkpoints import (
     describe_lost_steps,
     find_early_stop,
@@ -69,9 +69,10 @@ class Run(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        """Whether the training has ended, with the length that the recipe asks for, and its adapter is undamaged."""
-        is_long_enough = self.has_ended and not find_difference(self.args.output_dir, self.recipe, (), LENGTH)
-        return is_long_enough and find_damage(self.args.output_dir) is None
+        """Whether the training has ended, with the length and the best checkpoint that the recipe asks for, undamaged."""
+        changes_weights = LENGTH | CHOICE
+        is_as_asked = self.has_ended and not find_difference(self.args.output_dir, self.recipe, (), changes_weights)
+        return is_as_asked and find_damage(self.args.output_dir) is None
 
     @property
     def has_ended(self) -> bool:
@@ -144,16 +145,24 @@ class Run(NamedTuple):
         folder = self.args.output_dir
         ignored = UNCOMPARED | MEASURED
         if self.args.resume_from_checkpoint:
-            ignored = RESUMABLE
+            ignored = self._resumable
         difference = find_difference(folder, self.recipe, ignored)
         if difference is None:
             return None
         fix = "Set another `output_dir`, or remove the folder (its results are lost)."
         newest = newest_checkpoint(folder)
-        may_continue = find_difference(folder, self.recipe, RESUMABLE) is None and newest is not None
+        may_continue = find_difference(folder, self.recipe, self._resumable) is None and newest is not None
         if may_continue and find_shortening(newest, self.args) is None:
             fix = f"Add `--resume_from_checkpoint true` to continue it. Or {fix[0].lower()}{fix[1:]}"
         return f"{folder} holds another run: {difference}. {fix}"
+
+    @property
+    def _resumable(self) -> set[str]:
+        """Settings in which a training that continues may differ from the recipe in its folder."""
+        recipe = read_recipe(self.args.output_dir)
+        if recipe.get("eval_files") or recipe.get("num_eval_examples"):
+            return RESUMABLE
+        return RESUMABLE | {"eval_files"}  # no example was held out, so they leave the training examples as they are
 
     def _find_other_code(self) -> str | None:
         """Return the message about an adapter or a checkpoint of other imported code, or None. Others take any code."""

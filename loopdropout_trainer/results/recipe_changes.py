@@ -20,7 +20,10 @@ MEASURED = names_of("score", "measurement", "output")
 LENGTH = {"max_steps", "num_train_epochs", "early_stopping_patience"}
 """Settings that may change when a run is resumed, usually to make it longer."""
 
-RESUMABLE = UNCOMPARED | MEASURED | LENGTH | names_of("monitoring")
+CHOICE = {"load_best_model_at_end", "metric_for_best_model", "greater_is_better"}
+"""Settings of the best checkpoint, which may change when a run is resumed. `early_stopping_patience` sets them, too."""
+
+RESUMABLE = UNCOMPARED | MEASURED | LENGTH | CHOICE | names_of("monitoring")
 """Settings that may change if a run is resumed. The weights after a step do not depend on them, except that the
 schedules of the learning rate and of gates read the length."""
 

@@ -68,6 +68,25 @@ def has_stopped_early(state: TrainerState, patience: int | None) -> bool:
     return patience is not None and count_worse_evaluations(state) >= patience
 
 
+def find_changed_choice(state: TrainerState, args: TrainingArguments) -> str | None:
+    """Return the field by which a continued training chooses its best checkpoint by another metric than before, or None.
+
+    Args:
+        state: State of the checkpoint that it continues from.
+        args: Settings of the training that continues.
+    """
+    saved = state.stateful_callbacks.get(RESUMPTION)
+    before = saved["attributes"].get("settings") if isinstance(saved, dict) else None
+    if not before:  # of another program
+        return None
+    for name in ("metric_for_best_model", "greater_is_better"):
+        if name in before and before[name] != getattr(args, name):
+            if before.get("load_best_model_at_end") == args.load_best_model_at_end:
+                return name
+            return "load_best_model_at_end" if args.early_stopping_patience is None else "early_stopping_patience"
+    return None
+
+
 def find_early_stop(state: TrainerState) -> int | None:
     """Return the step after which a training that has ended has stopped early, or None if it took all of its steps.
 
@@ -259,7 +278,8 @@ def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoi
 def find_shortening(checkpoint: Checkpoint, args: TrainingArguments) -> str | None:
     """Return the message about a training that would end before the step of its checkpoint, or None.
 
-    transformers would take no step, and the run would be saved as if it had the shorter length.
+    transformers would take no step, and the run would be saved as if it had the shorter length. Neither can a training that
+    ends at the step of its checkpoint choose a best one by a metric that it did not have before.
 
     Args:
         checkpoint: Checkpoint to continue from.
@@ -276,6 +296,13 @@ def find_shortening(checkpoint: Checkpoint, args: TrainingArguments) -> str | No
         num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
         wanted = f"`num_train_epochs` must be at least {step / steps_per_epoch:.4g}"
         got = f"{args.num_train_epochs:g}, which ends at step {num_steps:,}"
+    has_ended = num_steps == step or has_stopped_early(state, args.early_stopping_patience)
+    field = find_changed_choice(state, args)
+    if has_ended and field is not None and args.metric_for_best_model is not None:
+        return (
+            f"`{field}` changed, and chooses the best checkpoint among the steps after {checkpoint}, but the training ends "
+            "there. Train longer, or restore the field."
+        )
     if num_steps >= step:
         return None
     return (

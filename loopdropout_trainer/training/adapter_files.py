@@ -258,6 +258,11 @@ class AdapterFilesMixin:
             self._warn_of_new_callbacks()
         super()._load_callback_state()
         self.state.stateful_callbacks = saved
+        for callback in self.callback_handler.callbacks:
+            if isinstance(
+                callback, ExportableState
+            ):  # transformers could not save one that the checkpoint does not have
+                saved.setdefault(type(callback).__name__, callback.state())
 
     def _warn_of_new_callbacks(self) -> None:
         """Warn if callbacks of the user have a state in the checkpoint, but begin again."""

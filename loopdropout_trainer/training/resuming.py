@@ -24,15 +24,17 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.gates.rule import is_packaged
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.results.recipe_changes import RESUMABLE, Difference, compare_recipes, join_clauses
+from loopdropout_trainer.results.recipe_changes import CHOICE, RESUMABLE, Difference, compare_recipes, join_clauses
 from loopdropout_trainer.results.training_results import count_examples
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
 from loopdropout_trainer.saving.base_model import check_base
 from loopdropout_trainer.saving.checkpoints import (
+    EARLY_STOPPING,
     RESUMPTION,
     Checkpoint,
     asks_for_newest,
     complete_checkpoints,
+    find_changed_choice,
     find_checkpoint,
     find_shortening,
     list_checkpoints,
@@ -93,11 +95,30 @@ class ResumptionCallback(TrainerCallback, ExportableState):
                 f"{before['digest']}), got {self.data['examples']:,} examples ({self.data['digest']}). Restore the data, or "
                 "start a new training in another `output_dir`."
             )
+        if is_resumed:
+            state.compute_steps(
+                args, state.max_steps
+            )  # else it is evaluated, saved and logged at the steps of the checkpoint
+            self._begin_choice(args, state)
         if is_resumed and state.is_world_process_zero:
             text = f"Continuing from checkpoint-{state.global_step} of {state.max_steps}"
             if state.global_step >= state.max_steps:
                 text = f"The training has ended at checkpoint-{state.global_step}, so nothing is left to train"
             tqdm.write(text)
+
+    def _begin_choice(self, args: GateConfig, state: TrainerState) -> None:
+        """Forget the best checkpoint so far if it was chosen by another metric, or none was chosen."""
+        field = find_changed_choice(state, args)
+        if field is None:
+            return
+        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+        stopping = state.stateful_callbacks.get(EARLY_STOPPING)
+        if isinstance(stopping, dict):
+            stopping["attributes"]["early_stopping_patience_counter"] = 0
+        if args.metric_for_best_model is not None and state.is_world_process_zero:
+            logger.warning(
+                f"`{field}` changed, so only evaluations after step {state.global_step:,} count for the best checkpoint."
+            )
 
     def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):
         # In several processes, the loader that skips trained batches does not pass the epoch on to every sampler.
@@ -149,7 +170,10 @@ def training_settings(args: GateConfig, model: PeftModel) -> dict[str, Any]:
         "num_loops": find_looped_model(model).num_loops,
         "rule_code": digest_rule(args.make_rule()),
     }
-    kept = {name: value for name, value in settings.items() if name not in RESUMABLE}
+    dropped = (
+        RESUMABLE - CHOICE
+    )  # a checkpoint has the fields of the choice, because the best one so far depends on them
+    kept = {name: value for name, value in settings.items() if name not in dropped}
     return json.loads(json.dumps(kept, default=str))
 
 

@@ -549,7 +549,16 @@ def test_folder_of_another_recipe_is_not_used(quickstart):
     assert "Add `--resume" not in error
     _, error = dry_run(WORDS, "--output_dir", folder, "--eval_steps 3")  # which a continued run may change
     assert "`eval_steps` changed from the default to 3" in error and "Add `--resume_from_checkpoint true`" in error
-    assert contents(folder) == before
+    resume = "--resume_from_checkpoint true"
+    stop = "--early_stopping_patience 2 --eval_strategy steps --eval_steps 2"
+    for resumption, message in {
+        "": "`early_stopping_patience` changed from the default to 2",
+        resume: "`early_stopping_patience` changed, and chooses the best checkpoint among the steps",
+    }.items():
+        _, error = dry_run(WORDS, "--output_dir", folder, stop, resumption)
+        assert message in error and "Add `--resume" not in error
+    plan = run(WORDS, "--output_dir", folder, stop, "--compare_with null --max_steps 8", resume, "--dry_run true")
+    assert f"continues   {folder / 'checkpoint-6'}" in plan and contents(folder) == before
 
 
 def interrupt(folder, last_step):

@@ -619,14 +619,37 @@ def test_code_of_a_rule_in_a_notebook_is_known():
     assert len(digests) == 2 and all(" " in digest for digest in digests)
 
 
-def test_settings_of_saving_and_evaluation_may_change(make_trainer):
+def test_settings_of_saving_and_evaluation_may_change(make_trainer, log):
+    """Early stopping that is added chooses among the steps of the continuation. Without it, all steps are taken."""
     straight = make_trainer()
     straight.train()
+    folder = straight.args.output_dir
+    fields = {"eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True, "early_stopping_patience": 2}
+    ends = (
+        "`early_stopping_patience` changed, and chooses the best checkpoint among the steps after .*checkpoint-6, but "
+    )
+    with user_error(ends):
+        make_trainer(**fields).train(f"{folder}/checkpoint-6")
+    best = make_trainer(**fields)
+    best.train(f"{folder}/checkpoint-2")
+    assert (
+        "`early_stopping_patience` changed, so only evaluations after step 2 count for the best checkpoint."
+        in log.text
+    )
+    losses = {row["step"]: row["eval_loss"] for row in best.state.log_history if "eval_loss" in row}
+    assert {*losses} == {4, 6} and best.state.best_metric == max(losses.values())
+    log.clear()
+    last = make_trainer()
+    last.train(f"{folder}/checkpoint-4")
+    assert last.state.best_metric is None and "changed" not in log.text
+    assert_same_weights(last, straight)
     fields = {"save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2, "save_total_limit": 1}
     resumed = make_trainer(per_device_eval_batch_size=2, **fields)
-    resumed.train(f"{straight.args.output_dir}/checkpoint-2")
+    resumed.train(f"{folder}/checkpoint-2")
     assert min(seen.step for seen in resumed.seen) == 2
     assert_same_weights(resumed, straight)
+    evaluated = [row["step"] for row in resumed.state.log_history if "eval_loss" in row]
+    assert evaluated == [3, 4, 5, 6]
 
 
 def test_trained_model_is_not_trained_again_by_a_resume(make_trainer):
