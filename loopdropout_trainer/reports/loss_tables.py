@@ -11,6 +11,7 @@ from loopdropout_trainer.errors import join_command
 from loopdropout_trainer.reports.frames import average
 from loopdropout_trainer.reports.labels import labelled
 from loopdropout_trainer.reports.tables import add_seeds, fit_title, mean_numbers, name_examples, spread_places
+from loopdropout_trainer.results.run_commands import read_command
 from loopdropout_trainer.results.run_files import is_of_base
 from loopdropout_trainer.results.run_states import name_runs
 from loopdropout_trainer.results.sweep_folder import lacks_measurements
@@ -101,10 +102,12 @@ def describe_unmeasured(results: pd.DataFrame) -> list[str]:
         results: From `final_results`. Some trainings have a loss reduction.
     """
     measured = {*results.loc[results["metric"] == "loss_reduction", "run"]}
-    trained = results.loc[~is_of_base(results), "run"].dropna().unique()
-    missing = [
-        run for run in trained if run not in measured and holds_adapter(Path(run)) and not lacks_measurements(run)
-    ]
+    missing = []
+    for run in results.loc[~is_of_base(results), "run"].dropna().unique():
+        is_done = run in measured or lacks_measurements(run)
+        has_targets = read_command(Path(run)) in (None, "sft")  # of other commands, the data have none
+        if has_targets and holds_adapter(Path(run)) and not is_done:
+            missing.append(run)
     if not missing:
         return []
     return [

@@ -32,7 +32,7 @@ def find_copy_command(run: Path) -> str | None:
     """
     if not is_copy(run):
         return None
-    words = [_read_recipe(run)["command"], str(run / RECIPE_FILE), "--output_dir", str(run)]
+    words = [read_command(run), str(run / RECIPE_FILE), "--output_dir", str(run)]
     return complete_command([*words, "--resume_from_checkpoint", "true"], str(run))
 
 
@@ -40,11 +40,16 @@ def is_copy(run: Path) -> bool:
     """Return whether a run is in another folder than the one that its recipe names, which it has if a command made it."""
     recipe = _read_recipe(run)
     output_dir = recipe.get("output_dir")
-    if not recipe.get("command") or not output_dir:
+    if read_command(run) is None or not output_dir:
         return False
     # A relative folder is one of the folder in which the command was run, which is not known.
     names = [name for name in Path(os.path.normpath(output_dir)).parts if name != ".."]
     return [*run.resolve().parts[-len(names) :]] != names
+
+
+def read_command(run: Path) -> str | None:
+    """Return the command that has trained a run, such as "sft", or None if its recipe names none, as in Python."""
+    return _read_recipe(run).get("command")
 
 
 def _read_recipe(run: Path) -> dict[str, Any]:

@@ -1960,6 +1960,10 @@ def test_all_tables_of_a_report_name_trainings_alike(tmp_path, capsys):
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
     command = f"`loopdropout diagnose {tmp_path}/b` measures it on all held-out examples."
     assert f"{missing} {tmp_path}/b. {command}" in " ".join(capsys.readouterr().out.split())
+    with open(tmp_path / "b/recipe.yaml", "a") as recipe:
+        recipe.write("command: dpo\n")  # whose data have no completions to measure
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    assert missing not in capsys.readouterr().out
 
 
 def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):
