@@ -259,7 +259,10 @@ def check_metric(trainer: Trainer) -> None:
 
 @contextmanager
 def explain_metrics(trainer: Trainer) -> Iterator[None]:
-    """Turn transformers' error about a `metric_for_best_model` that an evaluation has not measured into one sentence."""
+    """Turn transformers' error about a `metric_for_best_model` that an evaluation has not measured into one sentence.
+
+    A reward that no held-out completion has is None, which transformers compares with numbers.
+    """
     try:
         yield
     except KeyError as error:
@@ -268,6 +271,17 @@ def explain_metrics(trainer: Trainer) -> Iterator[None]:
         measured = trainer.state.log_history[-1]
         names = [name.removeprefix("eval_") for name in measured if name.startswith("eval_")]
         raise unknown_metric(trainer.args.metric_for_best_model, names) from None
+    except TypeError:
+        name = trainer.args.metric_for_best_model
+        measured = trainer.state.log_history[-1] if trainer.state.log_history else {}
+        log_name = f"eval_{str(name).removeprefix('eval_')}"
+        if name is None or measured.get(log_name, 0) is not None:
+            raise
+        raise UserError(
+            f"`metric_for_best_model` must be a number in each evaluation, but {name} is None at step "
+            f"{measured['step']:,}, because no held-out completion has a reward. Remove examples without a reward, or set it "
+            "to another metric."
+        ) from None
 
 
 @contextmanager

@@ -212,11 +212,12 @@ def test_prompts_of_an_epoch_are_counted_as_in_trl(make):
 def make_rewarded(config, tokenizer):
     """`make_rewarded(rewards, data)`: a trainer of two steps with these rewards."""
 
-    def trainer(rewards, data=PROMPTS, max_steps=1):
+    def trainer(rewards, data=PROMPTS, max_steps=1, eval_dataset=None, **more):
         fields = {"num_generations": 3, "per_device_train_batch_size": 6, "use_cpu": True, "max_completion_length": 7}
-        args = config(LoopDropoutGRPOConfig, max_steps=max_steps, logging_steps=1, **fields)
+        args = config(LoopDropoutGRPOConfig, max_steps=max_steps, logging_steps=1, **fields, **more)
         model = tiny_ouro(num_hidden_layers=1)
-        return LoopDropoutGRPOTrainer(model, rewards, args, train_dataset=data, processing_class=tokenizer)
+        data = {"train_dataset": data, "eval_dataset": eval_dataset, "processing_class": tokenizer}
+        return LoopDropoutGRPOTrainer(model, rewards, args, **data)
 
     return trainer
 
@@ -270,6 +271,17 @@ def test_missing_rewards_leave_results(make_rewarded):
     assert logged(trainer, "reward") == [1.0, None]
     rows = [json.loads(line) for line in Path(trainer.args.output_dir, "results.jsonl").read_text().splitlines()]
     assert {row["metric"]: row["value"] for row in rows}["reward_last"] == 1.0
+
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "per_device_eval_batch_size": 3}
+    best = {
+        "save_strategy": "steps",
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "reward",
+        "greater_is_better": True,
+    }
+    trainer = make_rewarded(first_only, eval_dataset=PROMPTS.select([0]), **evaluates, **best)
+    with user_error("`metric_for_best_model` must be a number in each evaluation, but reward is None at step 1"):
+        trainer.train()
 
     async def nothing(completions, **columns):
         return [None] * len(completions)
