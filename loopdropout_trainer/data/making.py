@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +47,7 @@ from loopdropout_trainer.data.preparations import (
     find_columns,
     keep_all,
 )
+from loopdropout_trainer.data.repeats import write_content
 from loopdropout_trainer.data.sources import DataSource
 from loopdropout_trainer.errors import UserError, short_repr
 
@@ -258,12 +258,11 @@ def _make_example(row: Row, args: DataArguments, source: int, optional: Sequence
     """Return the example of a row, with the columns that only this package reads (`OWN_COLUMNS`)."""
     row = {**dict.fromkeys(optional), **_read_row(row, args, chat_template)}
     identity, example = PREPARATIONS[args.preparation].make_example(row, args)
-    content = json.dumps(example, sort_keys=True, default=str)
     # `order` is a random number of the row's identity and the seed, by which examples are held out. Rows with different
-    # identities can make the same example. Then they have the same number in `content`.
+    # identities can make the same example, also in another format. Then they have the same number in `content`.
     own = {
         "order": random_order(identity, args.split_seed),
-        "content": random_order(content, seed=0),
+        "content": random_order(write_content(example), seed=0),
         "is_one_text": args.target_prefix != "",
         "source": source,
     }

@@ -25,7 +25,15 @@ from helpers.tokenizer import byte_tokenizer
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer import data as own_data
 from loopdropout_trainer.arithmetic import arithmetic_problems
-from loopdropout_trainer.data import DataArguments, SFTDataArguments, label_example, load_datasets, preview, tokenize
+from loopdropout_trainer.data import (
+    DataArguments,
+    DPODataArguments,
+    SFTDataArguments,
+    label_example,
+    load_datasets,
+    preview,
+    tokenize,
+)
 from loopdropout_trainer.data.files import load_rows, read_files
 from loopdropout_trainer.data.formats import check_contents, check_turns
 from loopdropout_trainer.data.sources import DataSource
@@ -190,6 +198,47 @@ def test_repeats_of_held_out_examples_are_left_out(load, tmp_path, tokenizer, lo
     assert (len(data["eval"]), len(data["train"])) == (5, 45)
     assert {*data["eval"]["prompt"]}.isdisjoint(data["train"]["prompt"])
     assert f"{15 if by_files else 10} examples are left out, because they repeat a held-out example." in log.messages
+
+
+REPEATS = conversation(("user", "1+1?"), ("assistant", "2"))
+SHAREGPT = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2", "weight": 1}]
+OTHER_ANSWER = conversation(("assistant", "3"))
+SAME_EXAMPLES = [
+    [{"messages": REPEATS}, CHAT, {"conversations": SHAREGPT}],
+    [{"prompt": "1+1=", "completion": "2"}, {"text": "1+1=2"}],
+    [
+        {"chosen": REPEATS, "rejected": [*REPEATS[:1], *OTHER_ANSWER]},
+        {"prompt": REPEATS[:1], "chosen": REPEATS[1:], "rejected": OTHER_ANSWER},
+    ],
+    [{"chosen": "1+1=2", "rejected": "1+1=3"}, {"prompt": "1+1=", "chosen": "2", "rejected": "3"}],
+]  # of which the model reads the same
+DIFFERENT = [
+    {"messages": [*REPEATS[:1], *OTHER_ANSWER]},
+    {"text": "1+1=3"},
+    {"chosen": [*REPEATS[:1], *OTHER_ANSWER], "rejected": REPEATS},
+    {"chosen": "1+1=3", "rejected": "1+1=2"},
+]
+
+
+@pytest.mark.parametrize(("rows", "different"), [*zip(SAME_EXAMPLES, DIFFERENT, strict=True)])
+def test_repeats_of_held_out_examples_are_left_out_in_all_formats(tmp_path, bytes_tokenizer, log, rows, different):
+    """Also as a data set of a mixture, which is held out of."""
+    arguments = DPODataArguments if "chosen" in rows[0] else SFTDataArguments
+    other = write_lines(tmp_path / "other.jsonl", [different])
+    files = [write_lines(tmp_path / f"{number}.jsonl", [row]) for number, row in enumerate(rows)]
+    for train, held_out in zip(files, files[1:] + files[:1], strict=True):
+        with user_error("must have an example that is not in `eval_files`"):
+            load_datasets(arguments(train_files=[train], eval_files=[held_out]), bytes_tokenizer)
+    if arguments is SFTDataArguments:
+        items = [{"path": train}, {"path": other}]
+        data = load_datasets(arguments(datasets=items, eval_files=[held_out]), bytes_tokenizer)
+        assert len(data["train"]) == 1
+        assert "1 example is left out, because it repeats a held-out example." in log.messages
+        items = [{"path": train}, {"path": held_out}]
+        with user_error("must have at least 2 different usable examples"):
+            load_datasets(arguments(datasets=items, num_eval_examples=1), bytes_tokenizer)
+    data = load_datasets(arguments(train_files=[other], eval_files=[held_out]), bytes_tokenizer)
+    assert len(data["train"]) == 1  # the same prompt with another answer
 
 
 def test_tulu2_draw_does_not_depend_on_held_out_number(load, bytes_tokenizer):

@@ -378,7 +378,8 @@ def test_cut_and_repeated_examples_are_counted(make, log, packing):
     """TRL trains on them without a word. A repeat of a held-out example is a third kind, and streams are not read."""
     texts = ["1 + 1 = 2", "1 + 1 = 2", "2 + 2 = 4", "3 + 3 = 6" * 9, "3 + 3 = 6" * 8]
     rows = Dataset.from_list([{"text": text} for text in texts])
-    held_out = {"new": rows.select([2, 3]), "short": Dataset.from_list([{"text": "9"}])}
+    pair = Dataset.from_list([{"prompt": "2 + 2 =", "completion": " 4"}])
+    held_out = {"new": rows.select([2, 3]), "short": Dataset.from_list([{"text": "9"}]), "pair": pair}
     trainer = make(SFT, rows, held_out, max_length=20, max_steps=1, packing=packing)
     cut = "because {} more than 20 tokens (`max_length`). A recipe and `load_datasets` leave such examples out"
     assert f"2 of the 5 examples in `train_dataset` are cut, {cut.format('they have')}" in log.text
@@ -387,6 +388,8 @@ def test_cut_and_repeated_examples_are_counted(make, log, packing):
     repeated = [
         "2 of the 5 examples in `train_dataset` repeat another one.",  # of the cut ones, too
         "3 of the 5 examples in `train_dataset` repeat a held-out example of `eval_dataset['new']`, so the held-out loss is "
+        "too low. A recipe leaves such examples out.",
+        "1 of the 5 examples in `train_dataset` repeats a held-out example of `eval_dataset['pair']`, so the held-out loss is "
         "too low. A recipe leaves such examples out.",
     ]
     assert describe_repeated(trainer) == repeated
