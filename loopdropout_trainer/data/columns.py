@@ -18,7 +18,6 @@ from loopdropout_trainer.data.formats import (
     find_format,
     guess_columns,
     is_alpaca,
-    list_turns,
     to_messages,
     wrong_columns,
 )
@@ -181,25 +180,22 @@ def warn_about_unused(unused: Collection[str], columns: Collection[str], data: D
         )
 
 
-def warn_about_weights(rows: Dataset, columns: Iterable[str], data: DataSource) -> None:
+def warn_about_weights(title: str, numbers: Sequence[int], num_rows: int, describe_row: Callable[[int], str]) -> None:
     """Log that weights of turns are ignored, with which other programs leave turns out of the loss.
 
     Args:
-        rows: Rows of the data. The first one shows which keys turns have.
-        columns: Columns that examples are made of, by their names in the data.
-        data: Source of the data, which the message names.
+        title: Name of the data.
+        numbers: Numbers of the examples whose turns have a weight.
+        num_rows: Number of all examples.
+        describe_row: Function that returns the place of an example with a number, such as "row 4 of chats.jsonl".
     """
-    if not len(rows):
-        return
-    first_row = rows[0]
-    for name in columns:
-        turns = list_turns(first_row[name])
-        has_weights = any(turn.get("weight") is not None for turn in turns)
-        if has_weights and PartialState().is_main_process:
-            logger.warning(
-                f"The key `weight` of the turns in `{name}` of {data} is ignored, so turns of the assistant with the weight 0 "
-                "are trained on, too."
-            )
+    if numbers and PartialState().is_main_process:
+        verb = "has" if len(numbers) == 1 else "have"
+        logger.warning(
+            f"{len(numbers):,} of the {count(num_rows, 'example')} in {title} {verb} turns with the key `weight`, which is "
+            "ignored, so turns of the assistant with the weight 0 are trained on, too. The first one is "
+            f"{describe_row(numbers[0])}."
+        )
 
 
 def warn_about_other_format(

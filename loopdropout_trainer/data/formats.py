@@ -257,6 +257,11 @@ def list_turns(turns: Any) -> list[dict[str, Any]]:
     return [turn for turn in turns if isinstance(turn, dict)]
 
 
+def has_weight(turns: Any) -> bool:
+    """Return whether a turn of a conversation has a weight. A value that is not a conversation has none."""
+    return any(turn.get("weight") is not None for turn in list_turns(turns))
+
+
 def check_roles(turns: Any, chat_template: Any) -> None:
     """Raise UserError if a turn of a conversation has a role that no chat template knows, which is a mistake.
 

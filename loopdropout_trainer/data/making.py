@@ -33,6 +33,7 @@ from loopdropout_trainer.data.formats import (
     check_roles,
     has_empty_answer,
     has_text,
+    has_weight,
     is_equal_pair,
     join_text_parts,
     to_messages,
@@ -106,7 +107,6 @@ def _find_used_columns(rows: Dataset, data: DataSource, args: DataArguments) -> 
     check_columns(columns, args.formats, mapping, template_fields, rows, data, is_mixture, is_held_out)
     unused = {*rows.column_names} - {*columns} - {*mapping.values()}
     warn_about_unused(unused, columns, data)
-    warn_about_weights(rows, [mapping.get(name, name) for name in columns], data)
     if args.preparation not in PACKAGED_PREPARATIONS:  # which may read any columns
         return columns
     warn_about_mapping(mapping, columns, data)
@@ -175,6 +175,9 @@ def _leave_out_empty(
     if not _has_text_pairs(rows.rows, columns, args):
         numbers = kept.find(_has_empty_answer, args=args, columns=columns, chat_template=chat_template)
         warn_about_empty_answers(str(data), numbers, len(kept.rows), kept.describe_row)
+        # Later rows can have the key, too.
+        numbers = kept.find(_has_weight, columns=own_names)
+        warn_about_weights(str(data), numbers, len(kept.rows), kept.describe_row)
     if "rejected" in columns:
         numbers = kept.find(_is_equal_pair, args=args, chat_template=chat_template)
         warn_about_equal_pairs(str(data), numbers, len(kept.rows), kept.describe_row)
@@ -242,6 +245,11 @@ def _has_empty_answer(row: Row, args: DataArguments, columns: Sequence[str], cha
     row = _read_row(row, args, chat_template)
     targets = [to_messages(row[name]) for name in columns if name in TARGETS]
     return any(has_empty_answer(target, chat_template) for target in targets)
+
+
+def _has_weight(row: Row, columns: Sequence[str]) -> bool:
+    """Return whether a turn of a row has a weight. `columns`: names in the data."""
+    return any(has_weight(row[name]) for name in columns)
 
 
 def _is_equal_pair(row: Row, args: DataArguments, chat_template: Any) -> bool:

@@ -15,6 +15,7 @@ from loopdropout_trainer.data.columns import (
     warn_about_blanks,
     warn_about_empty_answers,
     warn_about_equal_pairs,
+    warn_about_weights,
 )
 from loopdropout_trainer.data.files import error_in_row
 from loopdropout_trainer.data.formats import (
@@ -27,6 +28,7 @@ from loopdropout_trainer.data.formats import (
     check_turns,
     has_empty_answer,
     has_text,
+    has_weight,
     is_equal_pair,
     join_text_parts,
     to_messages,
@@ -120,11 +122,13 @@ class UnusualRows(NamedTuple):
         empty: Rows without a text to train on.
         partly_empty: Other rows with an empty turn of the assistant.
         equal: Pairs whose chosen answer is the rejected one, too.
+        weighted: Rows whose turns have a weight, which is ignored.
     """
 
     empty: list[int]
     partly_empty: list[int]
     equal: list[int]
+    weighted: list[int]
 
     def add(self, number: int, example: Mapping[str, Any], chat_template: Any) -> None:
         """Add the number of a row if its columns are unusual."""
@@ -135,6 +139,8 @@ class UnusualRows(NamedTuple):
             self.partly_empty.append(number)
         if is_equal_pair(example):
             self.equal.append(number)
+        if any(has_weight(value) for value in example.values()):
+            self.weighted.append(number)
 
     def warn(self, title: str, rows: Dataset) -> None:
         """Log how many rows are unusual, also those with another empty column, such as the prompt."""
@@ -143,6 +149,7 @@ class UnusualRows(NamedTuple):
             _warn_of_empty(self.empty, len(rows), title, targets)
         warn_about_empty_answers(title, self.partly_empty, len(rows), lambda number: f"row {number:,}")
         warn_about_equal_pairs(title, self.equal, len(rows), lambda number: f"row {number:,}")
+        warn_about_weights(title, self.weighted, len(rows), lambda number: f"row {number:,}")
         for name in rows.column_names:
             if name not in TARGETS:
                 warn_about_blanks(title, name, rows[name][:], lambda number: f"row {number + 1:,}")
@@ -152,7 +159,7 @@ def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], reader:
     """Check each row, and return the dataset with conversations in TRL's spelling, or itself if all of them are in it."""
     rows = dataset.select_columns(list(columns)).with_format(None)
     is_other = False
-    unusual = UnusualRows([], [], [])
+    unusual = UnusualRows([], [], [], [])
     for number, row in enumerate(rows, start=1):
         example = reader.check(row, f"row {number:,} of {title}")
         is_other |= example != row

@@ -35,10 +35,11 @@ from loopdropout_trainer.data import (
     tokenize,
 )
 from loopdropout_trainer.data.files import load_rows, read_files
-from loopdropout_trainer.data.formats import check_contents, check_turns
+from loopdropout_trainer.data.formats import TEXTS, check_contents, check_turns
 from loopdropout_trainer.data.sources import DataSource
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import load_tokenizer, set_chat_template
+from loopdropout_trainer.training.row_checks import RowReader, check_rows
 
 
 ALPACA = (
@@ -966,11 +967,18 @@ def test_chat_in_a_csv_cell_names_the_fix():
 
 
 def test_weights_of_turns_are_ignored_with_a_warning(tmp_path, bytes_tokenizer, log):
+    """Also if the first row has none, and in the data of a trainer."""
     question, answer = MADE_UP[0][:2]
     for keys, is_warned in (({}, False), ({"weight": 0}, True)):
-        file = write_lines(tmp_path / "rows.jsonl", [{"chat": [question, {**answer, **keys}]}] * 3)
+        rows = [{"chat": [question, answer]}, {"chat": [question, {**answer, **keys}]}]
+        file = write_lines(tmp_path / "rows.jsonl", rows)
         load_datasets(SFTDataArguments(train_files=[file], column_mapping={"messages": "chat"}), bytes_tokenizer)
-        assert ("The key `weight` of the turns in `chat` of " in log.text) == is_warned
+        weights = "has turns with the key `weight`, which is ignored, so turns of the assistant with the weight 0 are trained"
+        assert (f"1 of the 2 examples in {file} {weights} on, too. The first one is row 2 of" in log.text) == is_warned
+        own = Dataset.from_list(rows).rename_column("chat", "messages")
+        check_rows({"train_dataset": own}, TEXTS, RowReader(bytes_tokenizer.chat_template))
+        sentence = f"1 of the 2 examples in `train_dataset` {weights} on, too. The first one is row 2."
+        assert (sentence in log.text) == is_warned
 
 
 def test_chat_as_a_mapping_names_its_row_and_the_fix(load, bytes_tokenizer):
