@@ -170,6 +170,10 @@ def print_lowest(losses: pd.DataFrame, unit: str = PER_TOKEN, has_test: bool = F
     elif len(means):
         others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
         higher = f" ({', '.join(others)})" if others else ""
-        print_sentences(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} {unit}{higher}")
+        num_seeds = own["num_seeds"].max()  # the same for all of them
+        title = "Lowest held-out loss"
+        if num_seeds > 1:
+            title += f" (mean over {num_seeds:.0f} seeds)"
+        print_sentences(f"{title}: {means.index[0]} {means.iloc[0]:.4f} {unit}{higher}")
     if losses["chose"].any():
         print_sentences(explain_choice("losses", has_test))
