@@ -278,9 +278,10 @@ def check_roles(turns: Any, chat_template: Any) -> None:
         role = turn["role"]
         if role in USUAL_ROLES or str(role) in re.findall(r"\w+", str(chat_template)):
             continue
-        roles = f"{', '.join(USUAL_ROLES[:-1])} or {USUAL_ROLES[-1]}"
+        spellings = {meant: f" ({spelling})" for spelling, meant in _ROLES.items()}
+        roles = ", ".join(f"{usual}{spellings.get(usual, '')}" for usual in USUAL_ROLES)
         hint = _hint_at_role(str(role).lower())
-        raise UserError(f"A role must be {roles}, or another one in the chat template, got {short_repr(role)}.{hint}")
+        raise UserError(f"A role must be {roles} or another one in the chat template, got {short_repr(role)}.{hint}")
 
 
 def _hint_at_role(role: str) -> str:

@@ -182,12 +182,13 @@ def _leave_out_empty(
         numbers = kept.find(_is_equal_pair, args=args, chat_template=chat_template)
         warn_about_equal_pairs(str(data), numbers, len(kept.rows), kept.describe_row)
     if not len(kept.rows):
-        target = columns[-1]
-        found = "no examples"
+        target, wanted, found = columns[-1], "text", "no examples"
         if len(rows.rows):
             first_row = _read_row(rows.rows[0], args, chat_template)
-            found = short_repr(first_row[target])
-        raise UserError(f"The data of {data} must have an example with text in {target}, got {found}.")
+            found = f"{short_repr(first_row[target])}{describe_turns(first_row, columns)}"
+            if isinstance(first_row[target], list):  # whose other turns can have texts
+                wanted = "a text of the assistant"
+        raise UserError(f"The data of {data} must have an example with {wanted} in {target}, got {found}.")
     return kept
 
 

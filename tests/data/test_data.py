@@ -405,7 +405,10 @@ def test_wrong_roles_raise_with_their_row(tmp_path, bytes_tokenizer):
     empty = {"messages": MADE_UP[0][:1]}  # left out, so the later rows move up
     for role, fault in (
         ("assitant", "A role must be .*assistant.*, got 'assitant'. Did you mean 'assistant'?"),
-        ("humn", "A role must be .*assistant.*, got 'humn'. Did you mean 'human'?"),
+        (
+            "humn",
+            "A role must be system, user .human., assistant .gpt., tool or .*, got 'humn'. Did you mean 'human'?",
+        ),
         ("tool", "`chat_template` cannot render the conversation .*: A role must be .*; got 'tool'."),
     ):
         bad = {"messages": [*MADE_UP[0], {"role": role, "content": "Hi"}]}
@@ -632,6 +635,9 @@ def test_cells_may_be_divided_by_other_marks(tmp_path, separator):
 def test_data_without_text_shows_its_first_value(load, tokenizer):
     with user_error("The data of .* must have an example with text in completion, got True"):
         load(None, [{"prompt": "Is it?", "completion": True}], tokenizer)
+    found = "a text of the assistant in messages, got .*'again'.*, which has the roles user"
+    with user_error(f"The data of .* must have an example with {found}.$"):
+        load(None, [{"messages": conversation(("user", "again"))}], tokenizer)
 
 
 def test_tools_that_are_not_json_raise(load, bytes_tokenizer):
