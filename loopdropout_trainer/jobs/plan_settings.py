@@ -12,6 +12,7 @@ from loopdropout_trainer.costs.trainings import find_obstacle, name_range
 from loopdropout_trainer.errors import count, hide_secrets
 from loopdropout_trainer.settings.arguments import names_of
 from loopdropout_trainer.settings.command_fields import find_command_fields, find_default
+from loopdropout_trainer.training.evaluation_fields import word_of
 
 
 if TYPE_CHECKING:
@@ -83,7 +84,10 @@ def describe_depths(training: Training) -> str:
 
 
 def describe_other_settings(training: Training) -> str:
-    """Return the settings of a recipe that change its training, differ from their defaults, and have no line of their own."""
+    """Return the settings of a recipe that change its training, differ from their defaults, and have no line of their own.
+
+    Those of evaluations during the training follow.
+    """
     fields = find_command_fields(training.args.command)
     is_without_effect = names_of("monitoring", "score", "measurement", "output", "never")
     values = {}
@@ -92,7 +96,17 @@ def describe_other_settings(training: Training) -> str:
             continue
         if value not in (None, "", find_default(fields, name)):
             values[name] = value
-    return _write_fields(values)
+    return _write_fields({**values, **_find_evaluations(training.args)})
+
+
+def _find_evaluations(args: Any) -> dict[str, Any]:
+    """Return the fields that say when the loss of the held-out examples is measured during a training, or none."""
+    strategy = word_of(args.eval_strategy)
+    if strategy == "no":
+        return {}
+    if strategy == "steps":
+        return {"eval_strategy": strategy, "eval_steps": args.eval_steps}
+    return {"eval_strategy": strategy}
 
 
 def _write_fields(values: Mapping[str, Any]) -> str:

@@ -364,6 +364,8 @@ def test_plan_has_every_setting_that_changes_the_training(plan):
     lines = plan(PAIRS, "--depth_sampling poisson --bf16 true --target_prefix", "x" * 70)
     assert "            time and memory are computed for 4 loops. The deepest step needs the most memory" in lines
     assert f"settings    chat_template: tulu2, target_prefix: {'x' * 70}" in lines
-    assert not any(line.startswith("depth") for line in plan(PAIRS, "--depth_sampling fixed"))
+    lines = plan(PAIRS, "--depth_sampling fixed --num_eval_examples 1 --eval_strategy steps --logging_steps 5")
+    assert not any(line.startswith("depth") for line in lines)
+    assert any(line.endswith(", eval_strategy: steps, eval_steps: 5") for line in lines)
     error = "`low` in `depth_sampling_args` must be from 1 to `high`, 4, got 5. `high` is the model's own depth unless"
     plan(PAIRS, '--depth_sampling uniform --depth_sampling_args {"low":5}', error=error)
