@@ -44,7 +44,10 @@ def place(tmp_path, monkeypatch):
         write_lines(Path(f"{name}_chat.jsonl"), [{"messages": turns, **({"tools": TOOLS} if name == "a" else {})}] * 3)
     write_lines(Path("other.jsonl"), [{"question": "1", "answer": "2"}])
     write_lines(Path("empty.jsonl"), [{"prompt": "1", "completion": " "}])
-    write_lines(Path("turns.jsonl"), [{"prompt": turns[:1], "completion": turns[1:]}])
+    question = [
+        {"role": "user", "content": "c?"}
+    ]  # of no other file, because repeats of held-out examples are left out
+    write_lines(Path("turns.jsonl"), [{"prompt": question, "completion": turns[1:]}])
     write_lines(Path("text.jsonl"), [{"text": "1"}])
     write_lines(Path("chosen.jsonl"), [{"prompt": "1", "chosen": "2", "rejected": "3"}])
 
