@@ -47,7 +47,9 @@ def register_reward(is_right: Callable[[str, str], bool]) -> Reward:
 
 
 def read_reference(answer: Any) -> str | None:
-    """Return the reference of a completion as a text, or None without one. Numbers become texts as in a recipe's examples.
+    """Return the reference of a completion as a text, or None without one. A number becomes the text of it, such as "4".
+
+    A whole number can be a float, such as 4.0 in a column that lacks another value. It stands for the integer.
 
     Args:
         answer: Value of the column `answer`.
@@ -57,6 +59,8 @@ def read_reference(answer: Any) -> str | None:
     """
     if getattr(answer, "ndim", None) == 0:  # a number of numpy or torch, as in a dataset of their format
         answer = answer.item()
+    if isinstance(answer, float) and answer.is_integer():
+        return str(int(answer))
     if is_written_number(answer):
         return str(answer)
     if answer is None or isinstance(answer, str):

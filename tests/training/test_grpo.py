@@ -252,6 +252,10 @@ def test_answers_are_texts_or_numbers(make_rewarded, caplog):
         make_rewarded("last_number", with_answers([1.0, float("nan")]))
     with user_error("`train_dataset` must have a text or a number as `answer`, .* got None in all of its 3 examples"):
         make_rewarded("gsm8k_format", with_answers([None] * 3))
+    for name in ("last_number", "gsm8k_strict", "exact_match"):  # a column of floats can have whole numbers
+        completions = ["#### 4", "#### 0"] if name == "gsm8k_strict" else ["4", "0"]
+        assert REWARDS[name](completions, answer=[4.0, 4.0]) == [1, 0]
+        assert REWARDS[name](completions, answer=[np.float64(4), 4]) == [1, 0]
     partly = with_answers([4, None, 6])
     make_rewarded(["exact_match", reward], partly)
     assert not caplog.messages
