@@ -180,6 +180,33 @@ def warn_about_unused(unused: Collection[str], columns: Collection[str], data: D
         )
 
 
+def warn_about_rows(
+    title: str,
+    numbers: Sequence[int],
+    num_rows: int,
+    fact: str,
+    describe_row: Callable[[int], str],
+    advice: str = "",
+) -> None:
+    """Log how many examples have something that is probably a mistake, and the first one of them. Without any, log nothing.
+
+    Args:
+        title: Name of the data.
+        numbers: Numbers of these examples.
+        num_rows: Number of all examples.
+        fact: What they have, as the end of a sentence. Further sentences about it may follow.
+        describe_row: Function that returns the place of an example with a number, such as "row 4 of chats.jsonl".
+        advice: Sentences about what to do, at the end.
+    """
+    if numbers and PartialState().is_main_process:
+        verb = "has" if len(numbers) == 1 else "have"
+        sentences = (
+            f"{len(numbers):,} of the {count(num_rows, 'example')} in {title} {verb} {fact}. The first one is "
+            f"{describe_row(numbers[0])}. {advice}"
+        )
+        logger.warning(sentences.rstrip())
+
+
 def warn_about_weights(title: str, numbers: Sequence[int], num_rows: int, describe_row: Callable[[int], str]) -> None:
     """Log that weights of turns are ignored, with which other programs leave turns out of the loss.
 
@@ -189,13 +216,8 @@ def warn_about_weights(title: str, numbers: Sequence[int], num_rows: int, descri
         num_rows: Number of all examples.
         describe_row: Function that returns the place of an example with a number, such as "row 4 of chats.jsonl".
     """
-    if numbers and PartialState().is_main_process:
-        verb = "has" if len(numbers) == 1 else "have"
-        logger.warning(
-            f"{len(numbers):,} of the {count(num_rows, 'example')} in {title} {verb} turns with the key `weight`, which is "
-            "ignored, so turns of the assistant with the weight 0 are trained on, too. The first one is "
-            f"{describe_row(numbers[0])}."
-        )
+    fact = "turns with the key `weight`, which is ignored, so turns of the assistant with the weight 0 are trained on, too"
+    warn_about_rows(title, numbers, num_rows, fact, describe_row)
 
 
 def warn_about_other_format(
@@ -374,12 +396,7 @@ def warn_about_blanks(title: str, column: str, values: Sequence[object], describ
         describe_row: Function that returns the place of an example with a number, such as "row 4 of pairs.csv".
     """
     blanks = [number for number, value in enumerate(values) if is_blank(value)]
-    if blanks and PartialState().is_main_process:
-        verb = "has" if len(blanks) == 1 else "have"
-        logger.warning(
-            f"{len(blanks):,} of the {count(len(values), 'example')} in {title} {verb} an empty `{column}`. Such examples are "
-            f"kept. The first one is {describe_row(blanks[0])}."
-        )
+    warn_about_rows(title, blanks, len(values), f"an empty `{column}`. Such examples are kept", describe_row)
 
 
 def warn_about_empty_answers(
@@ -393,13 +410,10 @@ def warn_about_empty_answers(
         num_rows: Number of all examples.
         describe_row: Function that returns the place of an example with a number, such as "row 4 of chats.jsonl".
     """
-    if numbers and PartialState().is_main_process:
-        verb = "has" if len(numbers) == 1 else "have"
-        logger.warning(
-            f"{len(numbers):,} of the {count(num_rows, 'example')} in {title} {verb} a turn of the assistant without text, "
-            "from which the model learns to answer nothing. Such examples are kept. The first one is "
-            f"{describe_row(numbers[0])}."
-        )
+    fact = (
+        "a turn of the assistant without text, from which the model learns to answer nothing. Such examples are kept"
+    )
+    warn_about_rows(title, numbers, num_rows, fact, describe_row)
 
 
 def warn_about_equal_pairs(
@@ -413,13 +427,8 @@ def warn_about_equal_pairs(
         num_rows: Number of all pairs.
         describe_row: Function that returns the place of a pair with a number, such as "row 4 of pairs.jsonl".
     """
-    if numbers and PartialState().is_main_process:
-        verb = "has" if len(numbers) == 1 else "have"
-        logger.warning(
-            f"{len(numbers):,} of the {count(num_rows, 'example')} in {title} {verb} the same answer as `chosen` and as "
-            f"`rejected`, from which the model learns nothing. Such examples are kept. The first one is "
-            f"{describe_row(numbers[0])}."
-        )
+    fact = "the same answer as `chosen` and as `rejected`, from which the model learns nothing. Such examples are kept"
+    warn_about_rows(title, numbers, num_rows, fact, describe_row)
 
 
 def is_blank(value: object) -> bool:

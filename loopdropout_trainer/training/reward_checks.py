@@ -8,18 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from accelerate import PartialState
 from datasets import Dataset
 from torch import nn
-from transformers.utils import logging
 
+from loopdropout_trainer.data.columns import warn_about_rows
 from loopdropout_trainer.data.files import error_in_row
 from loopdropout_trainer.errors import UserError, count, short_repr
 from loopdropout_trainer.rewards import read_reference
 from loopdropout_trainer.training.examples import read_first
-
-
-logger = logging.get_logger(__name__)
 
 
 def check_answers(title: str, dataset: Any, is_needed: bool) -> bool:
@@ -54,13 +50,9 @@ def check_answers(title: str, dataset: Any, is_needed: bool) -> bool:
             f"{title} must have a text or a number as `answer`, the reference that all rewards read, got None in all of its "
             f"{count(len(dataset), 'example')}."
         )
-    if PartialState().is_main_process:
-        verb = "has" if len(missing) == 1 else "have"
-        logger.warning(
-            f"{len(missing):,} of the {len(dataset):,} examples in {title} {verb} no `answer`, so that completions get no "
-            f"reward and train nothing. The first one is row {missing[0]:,}. A recipe leaves such examples out. In Python, "
-            "remove them by `Dataset.filter`."
-        )
+    fact = "no `answer`, so that completions get no reward and train nothing"
+    advice = "A recipe leaves such examples out. In Python, remove them by `Dataset.filter`."
+    warn_about_rows(title, missing, len(dataset), fact, lambda number: f"row {number:,}", advice)
     return True
 
 

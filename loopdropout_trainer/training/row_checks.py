@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, Json
-from transformers.utils import logging
 
 from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.columns import (
@@ -15,6 +13,7 @@ from loopdropout_trainer.data.columns import (
     warn_about_blanks,
     warn_about_empty_answers,
     warn_about_equal_pairs,
+    warn_about_rows,
     warn_about_weights,
 )
 from loopdropout_trainer.data.files import error_in_row
@@ -36,9 +35,6 @@ from loopdropout_trainer.data.formats import (
 )
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.training.examples import DATASETS, find_columns, name_datasets, read_first
-
-
-logger = logging.get_logger(__name__)
 
 
 class RowReader(NamedTuple):
@@ -147,12 +143,17 @@ class UnusualRows(NamedTuple):
         if self.empty:
             targets = [name for name in rows.column_names if name in TARGETS]  # without another one, a row is an error
             _warn_of_empty(self.empty, len(rows), title, targets)
-        warn_about_empty_answers(title, self.partly_empty, len(rows), lambda number: f"row {number:,}")
-        warn_about_equal_pairs(title, self.equal, len(rows), lambda number: f"row {number:,}")
-        warn_about_weights(title, self.weighted, len(rows), lambda number: f"row {number:,}")
+        warn_about_empty_answers(title, self.partly_empty, len(rows), _name_row)
+        warn_about_equal_pairs(title, self.equal, len(rows), _name_row)
+        warn_about_weights(title, self.weighted, len(rows), _name_row)
         for name in rows.column_names:
             if name not in TARGETS:
                 warn_about_blanks(title, name, rows[name][:], lambda number: f"row {number + 1:,}")
+
+
+def _name_row(number: int) -> str:
+    """Return the place of a row, whose numbers begin with 1."""
+    return f"row {number:,}"
 
 
 def _check_dataset(title: str, dataset: Dataset, columns: Sequence[str], reader: RowReader) -> Dataset:
@@ -188,13 +189,12 @@ def _warn_of_empty(empty: Sequence[int], num_rows: int, title: str, columns: Seq
         title: Name of the dataset.
         columns: Columns to train on.
     """
-    if PartialState().is_main_process:
-        verb = "has" if len(empty) == 1 else "have"
-        logger.warning(
-            f"{len(empty):,} of the {num_rows:,} examples in {title} {verb} no text to train on "
-            f"({describe_missing_text(columns)}). The first one is row {empty[0]:,}. A recipe leaves such examples out. In "
-            "Python, remove them by `Dataset.filter`, because the model learns to answer nothing from them."
-        )
+    fact = f"no text to train on ({describe_missing_text(columns)})"
+    advice = (
+        "A recipe leaves such examples out. In Python, remove them by `Dataset.filter`, because the model learns to answer "
+        "nothing from them."
+    )
+    warn_about_rows(title, empty, num_rows, fact, _name_row, advice)
 
 
 def _check_stream(
