@@ -175,9 +175,10 @@ def _leave_out_empty(
     if not _has_text_pairs(rows.rows, columns, args):
         numbers = kept.find(_has_empty_answer, args=args, columns=columns, chat_template=chat_template)
         warn_about_empty_answers(str(data), numbers, len(kept.rows), kept.describe_row)
-        # Later rows can have the key, too.
-        numbers = kept.find(_has_weight, columns=own_names)
-        warn_about_weights(str(data), numbers, len(kept.rows), kept.describe_row)
+        # Later rows can have the key, too. Most data cannot have it, so their rows need not be read.
+        if any(_may_have_key(kept.rows.features[name], "weight") for name in own_names):
+            numbers = kept.find(_has_weight, columns=own_names)
+            warn_about_weights(str(data), numbers, len(kept.rows), kept.describe_row)
     if "rejected" in columns:
         numbers = kept.find(_is_equal_pair, args=args, chat_template=chat_template)
         warn_about_equal_pairs(str(data), numbers, len(kept.rows), kept.describe_row)
@@ -246,6 +247,19 @@ def _has_empty_answer(row: Row, args: DataArguments, columns: Sequence[str], cha
     row = _read_row(row, args, chat_template)
     targets = [to_messages(row[name]) for name in columns if name in TARGETS]
     return any(has_empty_answer(target, chat_template) for target in targets)
+
+
+def _may_have_key(feature: Any, key: str) -> bool:
+    """Return whether a value of a column may have a key by the type of the column. Values of any type may have all keys."""
+    from datasets import Json, LargeList, List
+
+    if isinstance(feature, Json):
+        return True
+    if isinstance(feature, List | LargeList):
+        return _may_have_key(feature.feature, key)
+    if isinstance(feature, dict):
+        return key in feature or any(_may_have_key(inner, key) for inner in feature.values())
+    return False
 
 
 def _has_weight(row: Row, columns: Sequence[str]) -> bool:

@@ -985,6 +985,12 @@ def test_weights_of_turns_are_ignored_with_a_warning(tmp_path, bytes_tokenizer, 
         check_rows({"train_dataset": own}, TEXTS, RowReader(bytes_tokenizer.chat_template))
         sentence = f"1 of the 2 examples in `train_dataset` {weights} on, too. The first one is row 2."
         assert (sentence in log.text) == is_warned
+    own.to_parquet(tmp_path / "rows.parquet")  # whose types tell that turns can have the key
+    arguments = SFTDataArguments(train_files=[str(tmp_path / "rows.parquet")])
+    load_datasets(arguments, bytes_tokenizer)
+    assert (
+        f"1 of the 2 examples in {tmp_path / 'rows.parquet'} {weights} on, too. The first one is row 2 of" in log.text
+    )
 
 
 def test_chat_as_a_mapping_names_its_row_and_the_fix(load, bytes_tokenizer):
