@@ -102,18 +102,20 @@ def describe_unmeasured(results: pd.DataFrame) -> list[str]:
         results: From `final_results`. Some trainings have a loss reduction.
     """
     measured = {*results.loc[results["metric"] == "loss_reduction", "run"]}
-    missing = []
-    for run in results.loc[~is_of_base(results), "run"].dropna().unique():
-        is_done = run in measured or lacks_measurements(run)
-        has_targets = read_command(Path(run)) in (None, "sft")  # of other commands, the data have none
-        if has_targets and holds_adapter(Path(run)) and not is_done:
-            missing.append(run)
+    trained = results.loc[~is_of_base(results), "run"].dropna().unique()
+    missing = [run for run in trained if run not in measured and _can_be_diagnosed(Path(run))]
     if not missing:
         return []
     return [
         f"No loss reduction is measured yet of {name_runs(missing)}. `{join_command('diagnose', missing[0])}` measures it on "
         "all held-out examples."
     ]
+
+
+def _can_be_diagnosed(run: Path) -> bool:
+    """Return whether `diagnose` can measure a run, whose own measurements are all there."""
+    has_targets = read_command(run) in (None, "sft")  # of other commands, the data have none
+    return has_targets and holds_adapter(run) and not lacks_measurements(run)
 
 
 def title_losses(metric: str, task: str, rows: pd.DataFrame, all_rows: pd.DataFrame | None = None) -> str:
