@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, join_words, short_repr
 from loopdropout_trainer.gate_state import REMOVED_EARLY, UNIT_GATES, GateState, applied_gates, cut_gates
 from loopdropout_trainer.looped import (
     DESCRIPTIONS,
@@ -199,7 +199,7 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
         raise UserError(f"`description` must be a subclass of `LoopDescription`, got {short_repr(description)}.")
     missing = sorted(getattr(description, "__abstractmethods__", ()))
     if missing:
-        names = " and ".join(f"`{name}`" for name in missing)
+        names = join_words([f"`{name}`" for name in missing])
         raise UserError(f"`description` must define {names}, which {description.__name__} does not.")
     if not model_class.base_model_prefix or not model_class.can_generate():
         raise UserError(f"`model_class` must be a causal language model, got {model_class.__name__}.")

@@ -259,9 +259,7 @@ class AdapterFilesMixin:
         super()._load_callback_state()
         self.state.stateful_callbacks = saved
         for callback in self.callback_handler.callbacks:
-            if isinstance(
-                callback, ExportableState
-            ):  # transformers could not save one that the checkpoint does not have
+            if isinstance(callback, ExportableState):  # transformers cannot save one that the checkpoint lacks
                 saved.setdefault(type(callback).__name__, callback.state())
 
     def _warn_of_new_callbacks(self) -> None:

@@ -96,9 +96,8 @@ class ResumptionCallback(TrainerCallback, ExportableState):
                 "start a new training in another `output_dir`."
             )
         if is_resumed:
-            state.compute_steps(
-                args, state.max_steps
-            )  # else it is evaluated, saved and logged at the steps of the checkpoint
+            # Else it is evaluated, saved and logged at the steps of the checkpoint.
+            state.compute_steps(args, state.max_steps)
             self._begin_choice(args, state)
         if is_resumed and state.is_world_process_zero:
             text = f"Continuing from checkpoint-{state.global_step} of {state.max_steps}"
@@ -170,9 +169,8 @@ def training_settings(args: GateConfig, model: PeftModel) -> dict[str, Any]:
         "num_loops": find_looped_model(model).num_loops,
         "rule_code": digest_rule(args.make_rule()),
     }
-    dropped = (
-        RESUMABLE - CHOICE
-    )  # a checkpoint has the fields of the choice, because the best one so far depends on them
+    # A checkpoint has the fields of the choice, because the best one so far depends on them.
+    dropped = RESUMABLE - CHOICE
     kept = {name: value for name, value in settings.items() if name not in dropped}
     return json.loads(json.dumps(kept, default=str))
 

@@ -44,9 +44,8 @@ def place(tmp_path, monkeypatch):
         write_lines(Path(f"{name}_chat.jsonl"), [{"messages": turns, **({"tools": TOOLS} if name == "a" else {})}] * 3)
     write_lines(Path("other.jsonl"), [{"question": "1", "answer": "2"}])
     write_lines(Path("empty.jsonl"), [{"prompt": "1", "completion": " "}])
-    question = [
-        {"role": "user", "content": "c?"}
-    ]  # of no other file, because repeats of held-out examples are left out
+    # Of no other file, because repeats of held-out examples are left out.
+    question = [{"role": "user", "content": "c?"}]
     write_lines(Path("turns.jsonl"), [{"prompt": question, "completion": turns[1:]}])
     write_lines(Path("text.jsonl"), [{"text": "1"}])
     write_lines(Path("chosen.jsonl"), [{"prompt": "1", "chosen": "2", "rejected": "3"}])
